@@ -33,12 +33,12 @@ BINS = 30  # number of bins of row_norm_counts
 
 
 def sum_table_bytes(entry: dict[str, Any]) -> float:
-    """Return the number of bytes of weights and optimizer state in a rank's shards of a table."""
+    """Return the bytes of weights and optimizer state of a rank's shards of a table, an entry of RankLine.tables."""
     return (entry.get("weight_bytes") or 0.0) + (entry.get("state_bytes") or 0.0)
 
 
 def get_own_time_s(line: RankLine) -> float:
-    """Return the seconds of an interval during which a rank did not wait for other ranks."""
+    """Return the seconds of an interval without the phases in which ranks wait for each other (WAIT_PHASES)."""
     return line.seconds - sum(line.phase_s(phase) for phase in WAIT_PHASES)
 
 
@@ -59,7 +59,7 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def select_last_group(lines: list[RankLine]) -> list[RankLine]:
-    """Return the lines of the last worker group, because only lines of the same group are comparable."""
+    """Return the trailing lines of the last worker group, because only lines of the same group are comparable."""
 
     def is_in_last(line: RankLine) -> bool:
         return (line.attempt, line.world) == (lines[-1].attempt, lines[-1].world)
@@ -68,7 +68,7 @@ def select_last_group(lines: list[RankLine]) -> list[RankLine]:
 
 
 def skip_warmup(lines: list[RankLine]) -> list[RankLine]:
-    """Return the lines of the last worker group without its first interval, in which readers start.
+    """Return the lines of the last worker group without the group's first interval, in which readers start.
 
     The first interval is kept if it is the only one.
     """
@@ -81,7 +81,7 @@ def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
     """Return one line per rank, summed over intervals (`sum_intervals`).
 
     Args:
-        lines: Lines of one or several ranks; each rank's lines are ordered by step.
+        lines: Lines of any number of ranks; each rank's lines must be ordered by step.
     """
     return [sum_intervals(rank_lines) for rank_lines in by_rank(lines).values()]
 
@@ -105,8 +105,8 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
             `replicated` of an entry has the same effect.
 
     Returns:
-        FIGURES, combined as sums, maxima, norms over all shards, or averages by WEIGHTS; NaN if no rank has a
-        value. Also `row_norm_counts`, a list of BINS counts, or None if no rank has counts.
+        Each name in FIGURES → its values combined as a sum, maximum, norm over all shards, or average by WEIGHTS; NaN
+        if no rank has a value. Also row_norm_counts → list of BINS counts, or None if no rank has counts.
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)

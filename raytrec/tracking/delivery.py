@@ -29,7 +29,7 @@ LOCK = "mlflow.lock"
 ROUND_INTERVAL_S = 1.0  # interval between the starts of consecutive rounds of writing
 FINAL_ROUND_TIMEOUT_S = 25.0  # time limit of the last round, after training has ended
 MIN_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 30.0  # shortest and longest delay between retries
-RECOVERY_NOTICE = "MLflow is reachable again; the missing records are being written"
+RECOVERY_NOTICE = "MLflow accepts records again; the missing records are being written"
 MAX_TEXTS_PER_CALL = 100  # maximum number of parameters or tags in one call to MLflow
 MAX_PARAM_LENGTH, MAX_TAG_LENGTH = 6000, 8000  # maximum lengths in characters
 
@@ -38,16 +38,19 @@ class Delivery:
     """Writer that copies a run folder to one MLflow run.
 
     The run folder stores the offset up to which lines have been delivered (tracking.mlflow_records). Therefore no
-    record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, the
-    call is retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped; `finish`
-    reports their number.
+    record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, delivery is
+    retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped; `finish` reports their
+    number.
 
     Args:
         folder: Run folder, which stores the id of the MLflow run; if that run does not exist in the store, a new
             run is created.
         config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
             MLflow's environment variables.
-        notify: Function called with a message when the store stops responding and when it responds again.
+        notify: Function called with a message when delivery starts to fail, and when it succeeds again.
+
+    Attributes:
+        uri: Address of the store (tracking.uri).
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):
@@ -60,7 +63,7 @@ class Delivery:
         self._joined = self._tried = self._ended = False
         self._final_status: str | None = None  # final status of the run; None during training
         self._pause_s, self._max_delay_s, self._next = 0.0, MAX_RETRY_DELAY_S, 0.0
-        self._why, self._dropped = "", 0
+        self._why, self._why_rejected, self._dropped = "", "", 0
 
     @property
     def run_id(self) -> str | None:
@@ -71,8 +74,8 @@ class Delivery:
         """Write missing records; return True if nothing remains to be written, False if a retry is pending.
 
         Raises:
-            ConfigError: The store cannot be opened at the first attempt, because the address is wrong, a file
-                is not a database, or the server requires other credentials.
+            ConfigError: The store cannot be opened at the first attempt, because the address is wrong, a file is not a
+                database, the experiment is deleted, or the server requires other credentials.
         """
         if monotonic() < self._next:
             return False
@@ -96,10 +99,10 @@ class Delivery:
 
         Args:
             status: Final status of the run.
-            patience_s: Seconds during which a failing store is retried.
+            patience_s: Seconds for which writing is retried if it fails.
 
         Returns:
-            Message about missing records, or None if MLflow has everything.
+            Message for users that states which records MLflow lacks, and why; None if MLflow has everything.
 
         Raises:
             ConfigError: The store cannot be opened; see `deliver`.
@@ -112,7 +115,8 @@ class Delivery:
         records = self._feed.waiting + len(self._changed_files()) + dropped
         missing = [format_count(records, "record")] if records else []
         missing += [] if self._ended else ["the end of the run"]
-        return f"MLflow lacks {' and '.join(missing)} ({self._why or self._feed.why})" if missing else None
+        why = self._why or self._why_rejected or self._feed.why
+        return f"MLflow lacks {' and '.join(missing)} ({why})" if missing else None
 
     def _attempt(self, call: Callable[..., None], *arguments: Any) -> bool:
         """Call the store. Return False if the store permanently rejected the call; re-raise transient errors."""
@@ -121,7 +125,7 @@ class Delivery:
         except Exception as error:
             if is_transient(error):
                 raise
-            self._why = reason(error)
+            self._why_rejected = reason(error)
             return False
         return True
 
@@ -131,14 +135,14 @@ class Delivery:
 
     def _schedule_retry(self, error: Exception) -> None:
         if not self._pause_s:
-            kept = "records stay in the run folder and are written when MLflow responds again"
-            self._notify(f"MLflow does not respond ({reason(error)}): {kept}")
+            kept = "records stay in the run folder, and writing is retried"
+            self._notify(f"cannot write to MLflow ({reason(error)}): {kept}")
         self._why = reason(error)
         self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._max_delay_s)
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
-        """Find or create the run; raise ConfigError if the store cannot be opened at the first attempt."""
+        """Find or create the MLflow run; raise ConfigError if the store cannot be opened at the first attempt."""
         if self.run_id:
             return
         first, self._tried = not self._tried, True
@@ -156,7 +160,7 @@ class Delivery:
         self._feed.use_run(self._store.run_id)
 
     def _write_description(self) -> None:
-        """Write the parent run and the parameters (section.key) once, and all tags whenever any of them has changed."""
+        """Join the parent run and write the parameters once; write all tags whenever any tag has changed."""
         if not self._joined:
             self._joined = self._attempt(self._store.join_parent) or True
         if not self._feed.delivered.params:
@@ -182,7 +186,7 @@ class Delivery:
 
     def _report_recovery(self) -> None:
         if self._pause_s:
-            self._pause_s = 0.0
+            self._pause_s, self._why = 0.0, ""
             self._notify(RECOVERY_NOTICE)
 
     def _upload_files(self) -> None:
@@ -207,9 +211,9 @@ class Delivery:
 
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """Return all settings as section.key → text, without secrets.
+    """Return all settings of a configuration as section.key → text, without secrets.
 
-    MLflow does not allow table patterns in names, so a mapping with patterns becomes a single parameter.
+    A mapping with a key that MLflow does not allow in names, such as the pattern 'item*', becomes a single parameter.
     """
     values = hide_all(config.model_dump(by_alias=True))
     flat = flatten(values, whole=lambda inner: any(INVALID_NAME_CHARACTERS.search(name) for name in inner))
@@ -217,7 +221,7 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split texts into parts for one MLflow call each, hide secrets, and truncate each text to `length` characters."""
+    """Split parameters or tags into one mapping per MLflow call, without secrets, truncated to `length` characters."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]
 
@@ -239,11 +243,11 @@ def hold_delivery_lock(folder: Path) -> Iterator[None]:
 
 
 def follow(folder: Path, config: RunConfig) -> None:
-    """Deliver a run during training until its final status arrives (`raytrec track RUN --follow`).
+    """Deliver a run to MLflow during training until its final status arrives (`raytrec track RUN --follow`).
 
     The driver writes the final status to standard input; if the input ends without a status, the driver has died.
-    JSON lines are written to standard output: {"note": message for users}, {"run_id": …}, {"refused": parts
-    of the error if the store cannot be opened}, and at the end {"missing": message or null}.
+    JSON lines are written to standard output: {"note": message for users}, {"run_id": id of the MLflow run}, and at the
+    end {"missing": message or null}, or {"refused": parts of the error} if the store cannot be opened.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends with its driver, which may still have to save
     block_unneeded_packages()
@@ -263,16 +267,17 @@ def follow(folder: Path, config: RunConfig) -> None:
         except ConfigError as error:
             _print_message("refused", error.parts)
         except Exception as error:
-            _print_message("missing", f"MLflow lacks the end of the run ({type(error).__name__}: {reason(error)})")
+            why = f"{type(error).__name__}: {reason(error)}"
+            _print_message("missing", f"MLflow lacks the end of the run, and may lack records ({why})")
 
 
 def read_final_status(folder: Path) -> str:
-    """Return the final status, FINISHED or FAILED, of a run whose driver has exited."""
+    """Return the final status of a run whose driver has exited: FINISHED if result.json exists, else FAILED."""
     return "FINISHED" if (folder / RESULT).is_file() else "FAILED"
 
 
 def _read_status(wait_s: float) -> str | None:
-    """Return a status from standard input; "" at the end of input; None if none arrives within `wait_s`."""
+    """Return the status from standard input, "" at the end of input, or None if neither arrives within `wait_s`."""
     if not select([sys.stdin], [], [], wait_s)[0]:
         return None
     return os.read(sys.stdin.fileno(), 100).decode().strip()

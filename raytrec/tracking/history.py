@@ -1,4 +1,4 @@
-"""Messages of a run in memory, in which messages of steps that were trained again replace the earlier messages."""
+"""Messages of a run in memory. If a step is trained again, its new messages replace the earlier messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def select_recorded_ranks(world: int) -> list[int]:
 
 
 class Restarts:
-    """Detector of the first line of each worker group.
+    """Detector of the first line of each worker group in ranks.jsonl.
 
     A line belongs to a new group if its attempt differs from that of the previous line, or if its interval begins
     before the end of the rank's previous interval. In the second case, the run went back to the beginning of the new
@@ -36,7 +36,7 @@ class Restarts:
         self._last: dict[int, int] = {}  # rank → last step
 
     def is_first(self, line: RankLine) -> bool:
-        """Return True if a line is the first of a new worker group."""
+        """Return True if a line, passed in the order of writing, is the first of a new worker group."""
         first = line.attempt != self._attempt or line.first_step < self._last.get(line.rank, 0)
         if first:
             self._attempt, self._last = line.attempt, {}
@@ -45,17 +45,17 @@ class Restarts:
 
 
 class StepBuffer:
-    """Buffer that holds lines until the lines of all recorded ranks are present for a step."""
+    """Buffer that holds the lines of ranks.jsonl for a step until the lines of all recorded ranks are present."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, dict[int, tuple[RankLine, int]]] = {}  # step → rank → (line, offset of the line)
         self._restarts = Restarts()
 
     def add(self, line: RankLine, begin: int = 0) -> list[RankLine] | None:
-        """Add a line; if its step is complete, return the lines of all recorded ranks, ordered by rank.
+        """Add a line; if its step is complete, return the lines of all recorded ranks, ordered by rank, else None.
 
-        `begin` is the offset of the line in its file. When a new worker group begins, incomplete steps of the
-        previous group are discarded.
+        `begin` is the byte offset of the line in its file. Lines of incomplete steps are discarded when a later step is
+        complete, or when a new worker group begins.
         """
         if self._restarts.is_first(line):
             self._waiting = {}
@@ -67,12 +67,15 @@ class StepBuffer:
         return [group[rank][0] for rank in sorted(group)]
 
     def find_pending_offset(self) -> int | None:
-        """Return the offset of the first line still waiting for other ranks; None if no line is waiting."""
+        """Return the byte offset of the first line that waits for other ranks; None if no line is waiting."""
         return min((begin for group in self._waiting.values() for _, begin in group.values()), default=None)
 
 
 class IntervalBuffer:
-    """Buffer of a run's lines without superseded ones; beyond MAX_INTERVALS steps, neighbors are summed."""
+    """Buffer of a run's lines of ranks.jsonl, without lines of steps that were trained again.
+
+    If there are more than MAX_INTERVALS intervals, neighboring intervals are summed.
+    """
 
     def __init__(self) -> None:
         self._steps: dict[int, dict[int, RankLine]] = {}
@@ -87,7 +90,7 @@ class IntervalBuffer:
             self._halve()
 
     def lines(self) -> list[RankLine]:
-        """Return the lines, ordered by step and rank."""
+        """Return the buffered lines, ordered by step and rank."""
         return [self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step])]
 
     def _halve(self) -> None:
@@ -101,9 +104,9 @@ class IntervalBuffer:
 
 
 def sum_intervals(lines: list[RankLine]) -> RankLine:
-    """Sum a rank's seconds, steps, phases and lookups over intervals.
+    """Return a rank's line in which seconds, steps, phases and lookups are summed over intervals.
 
-    `first_step` is from the first line. All values that are neither summed nor `first_step` are from the last line.
+    `first_step` is from the first line, and all other values are from the last line.
 
     Args:
         lines: Lines of one rank, ordered by step.
@@ -123,12 +126,12 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
 
 
 class History:
-    """Messages of a run. Messages of steps that were trained again replace the earlier messages.
+    """Messages of a run. If a step is trained again, its new messages replace the earlier messages.
 
     Attributes:
         failures: All failed checks, including checks of steps that were trained again.
         events: Messages of events.jsonl, in the order of writing.
-        progress: (unix_s, step) of all training messages, in the order of writing; steps can decrease.
+        progress: (unix_s, step) of all Train messages with a time, in the order of writing; steps can decrease.
         result: Content of result.json; empty until the run has finished.
     """
 
@@ -157,7 +160,7 @@ class History:
             self.events.append(message)
 
     def figures(self, *kinds: type[Measured]) -> list[Measured]:
-        """Return the messages of the given kinds (messages.Train, Eval, Final, …), ordered by step."""
+        """Return the messages of the given classes, such as messages.Train or Eval, ordered by step."""
         lines = [line for kind in kinds for line in self._metrics.get(kind.KIND, [])]
         return sorted(lines, key=lambda line: line.step)
 
@@ -178,7 +181,7 @@ class History:
 
     @property
     def restarts(self) -> list[int]:
-        """Return the step at which each restart of the run began (after a failure, after a resize or with --resume)."""
+        """Return the first step of each restart of the run: after a failure, after a resize, or with --resume."""
         return [start.step for start in self.starts[1:]]
 
     @property
@@ -193,7 +196,7 @@ class History:
 
     @property
     def recorded_metrics(self) -> list[MetricDisplay]:
-        """Return the display settings of all recorded metrics, as described by the run."""
+        """Return the display properties of all metrics that have been recorded, as described by the run."""
         described = [start.line() for start in reversed(self.starts)]
         keys = {key for lines in self._metrics.values() for line in lines for key in line.figures}
         keys |= {key.removeprefix(EVAL_PREFIX) for key in self.result}

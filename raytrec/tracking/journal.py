@@ -1,7 +1,4 @@
-"""Write lines and files to a run folder, and keep them in memory while they cannot be written.
-
-`Journal` raises no error if the disk is full.
-"""
+"""Write lines and files to a run folder. While the folder cannot be written, `Journal` keeps them in memory."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from time import time
 from typing import Any
 
 from raytrec.checkpoint.index import reason
+from raytrec.common.formatting import format_bytes, format_count
 from raytrec.common.messages import EVENTS, Message
 from raytrec.common.processes import create_file
 
@@ -24,12 +22,12 @@ MAX_PENDING_BYTES = 32 << 20  # maximum total size of pending writes; beyond it,
 class Journal:
     """Writer of JSON lines and small files in a run folder, in the order of the calls.
 
-    Disk errors are never raised, and no line is written partially. Lines and files that cannot be written are kept,
-    and the next call retries them. Beyond MAX_PENDING_BYTES, the oldest are dropped.
+    Disk errors are never raised, and no line is written partially. Lines and files that cannot be written are kept in
+    memory, and the next call writes them first. Beyond MAX_PENDING_BYTES, the oldest are dropped.
 
     Args:
         folder: Run folder.
-        notify: Function called with a message when the folder cannot be written, and when it can be again.
+        notify: Function called with a message when the folder cannot be written, and when it is writable again.
     """
 
     def __init__(self, folder: Path, notify: Callable[[str], None]):
@@ -39,12 +37,12 @@ class Journal:
         self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Append an entry to a file as a line of JSON."""
+        """Append an entry to the file `name` of the run folder as a line of JSON."""
         self._enqueue(name, _to_line(entry))
         self.write()
 
     def put(self, name: str, text: str) -> None:
-        """Replace the content of a file."""
+        """Replace the content of the file `name` of the run folder by a text."""
         self._enqueue(name, text.encode(), replaces=True)
         self.write()
 
@@ -60,18 +58,18 @@ class Journal:
             self._bytes -= len(data)
         if self._trouble:
             self._trouble = ""
-            lost = f", except for the oldest {self._lost:,} records" if self._lost else ""
+            lost = f", except for the oldest {format_count(self._lost, 'record')}" if self._lost else ""
             self._notify(f"the run folder is writable again; all pending records were written{lost}")
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """Retry pending writes; return a message about records that the run folder lacks, or None if it has all."""
+        """Retry pending writes; return a message if the run folder still lacks records, else None."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:
             return None
         why = f" ({self._trouble})" if self._trouble else ""
-        return f"the run folder lacks {lines:,} record{'s' * (lines != 1)}{why}: {self._folder}"
+        return f"the run folder lacks {format_count(lines, 'record')}{why}: {self._folder}"
 
     def _enqueue(self, name: str, data: bytes, replaces: bool = False) -> None:
         self._waiting.append((name, data, replaces))
@@ -86,7 +84,7 @@ class Journal:
         self._trouble = why
         self._notify(
             f"cannot write to the run folder ({why}): {self._folder}; training continues, and "
-            "records stay in memory until there is space"
+            f"up to {format_bytes(MAX_PENDING_BYTES)} of records stay in memory until they can be written"
         )
         self._enqueue(EVENTS, _to_line({"event": "full", "unix_s": time(), "error": why}))
 
@@ -110,10 +108,10 @@ def append_line(folder: Path, message: Message) -> None:
 
 
 def append_to(path: Path, data: bytes) -> None:
-    """Append data to a file, either completely or not at all.
+    """Append data to a file, either completely or not at all; create the file if it does not exist.
 
     Raises:
-        OSError: The data cannot be written; the file is unchanged.
+        OSError: The data cannot be written; the content of the file is unchanged.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
@@ -130,10 +128,10 @@ def append_to(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write a file, either completely or not at all.
+    """Write or replace a file, either completely or not at all; `mode` are the permission bits of the file.
 
     Raises:
-        OSError: The data cannot be written; the file is unchanged.
+        OSError: The data cannot be written; an existing file is unchanged.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -151,7 +149,7 @@ def _to_line(entry: dict[str, Any]) -> bytes:
 
 
 def _get_missing_newline(path: Path) -> bytes:
-    """Return a newline if the file's last line is incomplete (because a driver died), else b""."""
+    """Return a line feed if the file's last line is incomplete (because a driver died), else b""."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)

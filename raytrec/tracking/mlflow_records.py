@@ -1,4 +1,4 @@
-"""Convert the lines of a run folder that have not been delivered to MLflow metrics, and collect the tags of a run.
+"""Convert undelivered lines of a run folder to MLflow metrics, and collect the MLflow tags of a run.
 
 Byte offsets of delivered lines are stored in mlflow.json in the run folder. The file is replaced after every write to
 the store. If a driver dies between the two writes, the next driver sends the same records again. This is harmless: the
@@ -55,7 +55,7 @@ ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that name
 
 
 class Record(NamedTuple):
-    """Metrics (MLflow name → value) of one step, with their time in milliseconds since 1970."""
+    """Metrics (MLflow name → value) of one step, and their time in milliseconds since 1970."""
 
     figures: dict[str, float]
     step: int
@@ -63,7 +63,7 @@ class Record(NamedTuple):
 
 
 def _to_record(message: Message | None) -> Record | None:
-    """Return the metrics of a message other than a rank line; None if there are none."""
+    """Return the metrics of a message other than a rank line; None for messages without metrics in MLflow."""
     if isinstance(message, Outcome):
         place = f"watch/check/{message.check}"
         named = {place: int(message.passed), f"{place}_figure": message.figure}
@@ -88,13 +88,13 @@ def _make_record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record
 
 
 def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
-    """Return the MLflow metrics for the lines of all recorded ranks at one step.
+    """Return the MLflow metrics, name → value, for the lines of all recorded ranks at one step.
 
     Returns:
         watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
         of a table over all ranks (aggregate.combine_shards), for the MAX_TABLES largest tables;
         watch/rank/R/table/NAME/…: statistics of a rank's shards, if ranks × tables is at most
-        MAX_RANK_TABLES; system/rank_R/…: see `system_metrics`.
+        MAX_RANK_TABLES; system/rank_R/…: see `system_metrics`. Undefined values are None or NaN.
     """
     out: dict[str, float | None] = {}
     table_bytes: dict[str, float] = {}
@@ -133,10 +133,10 @@ def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, f
 
 @dataclass
 class DeliveryState:
-    """State of a delivery: the part of a run folder that has been written to the store.
+    """State of a delivery, stored in the run folder: which lines have been written to the MLflow store.
 
     Attributes:
-        key: Key of the MLflow run, by which the run is found if the store created it without responding.
+        key: Value of a tag of the MLflow run, by which the run is found if the store created it without responding.
         run_id: Id of the MLflow run; None until the run has been created.
         params: True if the parameters have been written.
         offsets: File → byte offset up to which lines have been delivered.
@@ -149,30 +149,30 @@ class DeliveryState:
 
     @classmethod
     def read(cls, folder: Path) -> DeliveryState:
-        """Read the state from a run folder; if it is missing or unreadable, everything is delivered again."""
+        """Read the state from a run folder; if it is missing or unreadable, return the state of a new delivery."""
         return find_document(str(folder / DELIVERY_STATE_FILE), cls) or cls()
 
     def write(self, folder: Path) -> None:
-        """Replace the stored state; write errors are ignored, because the next write contains the full state."""
+        """Replace the state in a run folder; errors are ignored, because the next write contains the full state."""
         with suppress(OSError):
             write_atomically(folder / DELIVERY_STATE_FILE, to_json_document(self))
 
 
 class Batch(NamedTuple):
-    """Records for one call to the store, and for each file the byte offset up to which they cover its lines."""
+    """Records for one call to the store, and file → byte offset up to which its lines are covered by the records."""
 
     records: list[Record]
     offsets: dict[str, int]
 
 
 class RecordReader:
-    """Reader of a run folder in batches; `next_batch` returns the same batch until `mark_batch_written` is called.
+    """Reader of a run folder's lines in batches for MLflow.
 
     Attributes:
         folder: Run folder.
         delivered: State of the delivery.
-        dropped: Number of invalid lines.
-        why: Reason why the last dropped line was invalid.
+        dropped: Number of dropped lines, which were not valid.
+        why: Reason why the last dropped line was not valid; "" without dropped lines.
     """
 
     def __init__(self, folder: Path):
@@ -182,9 +182,9 @@ class RecordReader:
         self._rewind()
 
     def use_run(self, run_id: str) -> None:
-        """Set the MLflow run to which records are delivered.
+        """Set the MLflow run to which records are delivered, and store its id in the run folder.
 
-        If it is not the run of the saved delivery state, delivery restarts at the first record.
+        If the stored delivery state belongs to another run, delivery restarts at the first record.
         """
         if run_id != self.delivered.run_id:
             self.delivered = DeliveryState(self.delivered.key, run_id)
@@ -192,19 +192,22 @@ class RecordReader:
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """Return the next batch of about MAX_METRICS_PER_CALL metrics; None if everything has been delivered."""
+        """Return a batch of about MAX_METRICS_PER_CALL metrics; None if there are no undelivered lines.
+
+        The method returns the same batch until `mark_batch_written` is called.
+        """
         self._batch = self._batch or self._read_batch()
         return self._batch
 
     def mark_batch_written(self) -> None:
-        """Record that the batch has been written to the store."""
+        """Record in the run folder that the batch from `next_batch` has been written to the store."""
         self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)
         self._batch = None
 
     @property
     def waiting(self) -> int:
-        """Return the number of undelivered lines; lines of ranks.jsonl that have been read count as one per step."""
+        """Return the number of undelivered records: lines that have not been read, and records of the current batch."""
         unread = sum(1 for file in FILES for _ in read_lines(self.folder / file, self._read_to[file]))
         return unread + (len(self._batch.records) if self._batch else 0)
 
@@ -247,11 +250,11 @@ class RecordReader:
 def collect_run_tags() -> dict[str, str]:
     """Return the MLflow tags for a run started by this process; unknown values are omitted.
 
-    The tags contain no command arguments, and of the environment variables only the name of the user.
+    The tags contain no command arguments, and no environment variables except the name of the user.
 
     Returns:
-        version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the working
-        directory if it is a git checkout; mlflow.user, mlflow.source.name, mlflow.source.type; with Ray:
+        Text for each tag: version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the
+        working directory if it is a git checkout; mlflow.user, mlflow.source.name, mlflow.source.type; with Ray:
         cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
     """
     versions = {"python": platform.python_version(), **get_installed_versions("mlflow")}

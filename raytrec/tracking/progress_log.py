@@ -27,7 +27,7 @@ from raytrec.metrics.selection import LOG_LOSS, LOSS, MetricDisplay
 
 PART_SEPARATOR = "  "  # separator between the parts of a line
 MARK = '{"raytrec": '  # prefix of messages
-# Kinds of messages: the run folder ({"folder": …}), the values of a result, and the parts of an error.
+# Further kinds of messages: the path of the run folder, the values of a result, and the parts of an error.
 FOLDER, RESULT, ERROR = "folder", "result", "error"
 
 
@@ -53,28 +53,28 @@ KINDS: dict[str, Any] = {
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
-    """Return the progress of training as text; `values` are labeled values as returned by `named`."""
+    """Return the progress of training as text; `values` are labeled values from `named` and `remaining`."""
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
     return PART_SEPARATOR.join([*parts, *values])
 
 
 def remaining(seconds: float) -> str:
-    """Return the remaining time as text, such as ETA 0:42 or ETA 1:02:03."""
+    """Return the remaining seconds as text, such as "ETA 0:42" or "ETA 1:02:03"."""
     hours, secs = divmod(max(0, round(seconds)), 3600)
     minutes, secs = divmod(secs, 60)
     return f"ETA {hours}:{minutes:02}:{secs:02}" if hours else f"ETA {minutes}:{secs:02}"
 
 
 def evaluation(step: int, values: Iterable[str]) -> str:
-    """Return the result of an evaluation as text; `values` are labeled values as returned by `named`."""
+    """Return the result of an evaluation as text; `values` are labeled values from `named`."""
     return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
 def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[str]:
-    """Return the defined values of metrics with their labels, such as "NE 0.9101".
+    """Return a text for each metric with a defined value: label and value, such as "NE 0.9101".
 
-    A training loss is omitted if its text equals that of the log loss of the same task.
+    A training loss is omitted if its text equals the text of the same task's log loss.
     """
     defined = {each.key: each for each in figures if not isnan(parse_number(values.get(each.key)))}
     texts = {key: each.format.format(values[key]) for key, each in defined.items()}
@@ -84,7 +84,7 @@ def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[s
 
 
 def message(kind: str, values: Mapping[str, Any]) -> str:
-    """Return a message as one line of JSON; values that are not finite are replaced by null."""
+    """Return a message of a kind (see KINDS) as one line of JSON; values that are not finite become null."""
     return json.dumps({"raytrec": kind, **null_nonfinite(values)})
 
 
@@ -95,7 +95,7 @@ def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = N
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind (see KINDS) and the values of the message in a log line; None for all other lines."""
+    """Return the kind (see KINDS) and the values of the message in a log line; None if the line is not a message."""
     if not line.startswith(MARK):
         return None
     try:

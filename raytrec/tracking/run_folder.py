@@ -1,9 +1,8 @@
 """Read run folders: messages, and files that describe the run.
 
 Lines are decoded only in this module. A RunFolder drops and counts lines that are damaged or do not belong to their
-file. A last line without a line feed is read when it is complete. After a restart, steps since the last checkpoint are
-trained again; the later lines of such steps replace the earlier lines. No file is required; a missing file counts as
-empty.
+file. A last line without a line feed is not read before it is complete. After a restart, steps since the last
+checkpoint are trained again, and their new lines replace the earlier lines. A missing file counts as empty.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from raytrec.tracking.history import History
 
 CONFIG, SCHEMA, PLAN, TAGS = "config.yaml", "schema.yaml", "plan.json", "tags.json"
 DATA = "data.json"  # description of the data at the start of the run
-FILES_KEY = "files"  # key in DATA for the files that were read, and why other files were not read
+FILES_KEY = "files"  # key in DATA for the files that were read, and the reasons why other files were not read
 RESULT, REPORT, CHECK_RESULT = "result.json", "report.html", "check.json"
 GROWING = (METRICS, RANKS, CHECKS, EVENTS)  # files to which messages are appended
 
@@ -48,7 +47,7 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
     """Yield the complete lines of a file, starting at the byte offset `since`; a missing file has no lines.
 
     Raises:
-        OSError: The file cannot be read.
+        OSError: The file is not a regular file, or cannot be read.
     """
     try:
         file = open_regular(path)
@@ -64,7 +63,7 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """Return the message of a line; None if the line is not valid JSON, such as the last line of a killed driver.
+    """Return the message in a line of a file; None if the line is not valid JSON, as after the death of its writer.
 
     Raises:
         ValueError: The line is valid JSON but not a message of this file.
@@ -79,7 +78,7 @@ def decode(file: str, data: bytes | str) -> Message | None:
 def read_messages(folder: Path, file: str) -> Iterator[Any]:
     """Yield the messages of one file in a run folder, in the order of writing.
 
-    The class of the messages depends on the file. Invalid lines are skipped.
+    The class of the messages depends on the file. Invalid lines are skipped, and a missing file has no messages.
     """
     for line in read_lines(folder / file):
         with suppress(ValueError):
@@ -126,7 +125,7 @@ class RunFolder(History):
         """Read new lines, result.json and plan.json; return True if there are new lines.
 
         Raises:
-            OSError: A path is not a regular file, or the file cannot be read.
+            OSError: One of `files` is not a regular file, or cannot be read.
         """
         offsets = dict(self._read_to)
         for file in self._read_to:
@@ -147,7 +146,7 @@ class RunFolder(History):
 
     @cached_property
     def tables(self) -> dict[str, dict[int, dict[str, Any]]]:
-        """Return combined statistics by table and step; tables are ordered by descending bytes looked up."""
+        """Return table → step → statistics combined over ranks; tables are ordered by descending bytes looked up."""
         series: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in order_by_load(self.ranks)}
         for step, lines in by_step(self.ranks).items():
             for name in {name for line in lines for name in line.tables}:
@@ -157,29 +156,29 @@ class RunFolder(History):
     def combine_ranks(self, lines: list[RankLine], table: str) -> dict[str, Any]:
         """Return the combined statistics of a table's shards at one step (aggregate.combine_shards).
 
-        `changed_share` is NaN for tables with out_of_range: hash, because all text ids of these tables are
-        hashed.
+        `changed_share` is NaN for tables with `out_of_range: hash`, whose ids are meant to be changed. `lines` are the
+        lines of all ranks at the step.
         """
         replicated = self.planned(table).get("sharding_type") == "data_parallel"
         hashed = {"changed_share": nan} if self.table_spec(table).get("out_of_range") == "hash" else {}
         return combine_shards(lines, table, replicated) | hashed
 
     def planned(self, table: str) -> dict[str, Any]:
-        """Return a table's entry in plan.json; {} if there is none."""
+        """Return a table's entry in plan.json; {} without an entry."""
         return self.plan.get(table, {})
 
     def table_spec(self, table: str) -> dict[str, Any]:
-        """Return a table's entry in schema.yaml; {} if there is none."""
+        """Return a table's entry in schema.yaml; {} without an entry."""
         return as_dict(as_dict(self.schema.get("tables")).get(table))
 
     def table_size(self, table: str) -> tuple[int, int] | None:
-        """Return (rows, columns) of a complete table according to schema.yaml; None if unknown."""
+        """Return (rows, dim) of a table according to schema.yaml; None if either is missing or invalid."""
         rows, dim = (self.table_spec(table).get(key) for key in ("rows", "dim"))
         return (rows, dim) if is_step(rows) and is_step(dim) else None
 
     @property
     def name(self) -> str:
-        """Return the name of the run; if it is not stored, the name of the folder."""
+        """Return the name of the run in result.json or config.yaml, or else the name of the folder."""
         named = self.result.get("name") or as_dict(self.config.get("run")).get("name")
         return str(named or self.path.absolute().name)
 
@@ -195,7 +194,7 @@ class RunFolder(History):
 
     @cached_property
     def files(self) -> list[str]:
-        """Return, for each dataset, a text that states how many files were read and why others were not."""
+        """Return a text for each dataset that states how many files were read, and why other files were not read."""
         listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(FILES_KEY))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
@@ -209,14 +208,14 @@ def check_run_folder(place: str | Path) -> Path:
     """Return the path of a run folder after checking that it exists and contains files of a run.
 
     Raises:
-        RunError: The folder does not exist or contains no files of a run.
+        RunError: The path is not a folder, or the folder contains no files of a run.
     """
     folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
     if not folder.is_dir():
         raise RunError(
-            "the run folder does not exist",
+            f"the run folder {'is not a folder' if folder.exists() else 'does not exist'}",
             where=str(place),
-            expected="a run folder printed by `raytrec train` (run.dir)",
+            expected="the path of a run folder (run.dir), which `raytrec train` prints",
         )
     if not any((folder / name).is_file() for name in files):
         raise RunError(

@@ -1,4 +1,4 @@
-"""Client for one run in an MLflow store. Every call waits for the store and may fail."""
+"""Client for one run in an MLflow store. Every call waits for the store, and may raise MLflow's errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.tracking.mlflow_records import MAX_METRICS_PER_CALL, Record
 
 KEY, PARENT_NAME_TAG = "raytrec.key", "raytrec.parent_run"
-URI_HINT = "correct tracking.uri, or omit it to use a local sqlite store"
+URI_HINT = "correct tracking.uri (or MLFLOW_TRACKING_URI), or use a local store with tracking.uri=sqlite:///FILE"
 LOGIN_HINT = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
 
 
@@ -32,13 +32,13 @@ class Store:
     """Client for one run in an MLflow store.
 
     Args:
-        config: Configuration with the address of the store and the names of run, experiment and parent; a
-            missing experiment or parent is created.
+        config: Configuration with the address of the store and the names of run, experiment and parent run; a
+            missing experiment or parent run is created.
         folder: Run folder. Artifacts of a new experiment in an sqlite store are stored next to the store if the run
             folder is below the store's folder, else next to the run folder. (Folders of a search's trials are nested
             more deeply than other run folders.)
-        key: Key of the run, stored in a tag, by which the run is found if the store created it without responding.
-        previous_run_id: Id of a run to continue; if it does not exist in the store, a new run is created.
+        key: Value of a tag, by which the run is found if the store created it without responding.
+        previous_run_id: Id of a run to continue, or None; if it does not exist in the store, a new run is created.
 
     Attributes:
         uri: Address of the store.
@@ -57,12 +57,16 @@ class Store:
         self._created_parent: str | None = None
 
     def open(self) -> None:
-        """Find or create the experiment and the run; the call can be repeated after a failure."""
+        """Find or create the experiment and the run; the call can be repeated after a failure.
+
+        Raises:
+            ConfigError: The experiment has been deleted.
+        """
         self._connect()
         self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent run that has the configured name of this run, and select it for writing."""
+        """Find or create the parent run named run.name, and select it for all further calls."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()
@@ -100,7 +104,7 @@ class Store:
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
 
     def upload(self, path: Path, folder: str) -> None:
-        """Upload a file to a folder of the run's artifacts ('' for the top level)."""
+        """Upload a file to a folder of the run's artifacts ('' for the top level), without secrets in .yaml files."""
         if path.suffix == ".yaml":  # a configuration may contain passwords
             self._client.log_text(
                 self.run_id, hide_yaml(path.read_text(encoding="utf-8")), str(Path(folder) / path.name)
@@ -109,15 +113,15 @@ class Store:
             self._client.log_artifact(self.run_id, str(path), folder or None)
 
     def end(self, status: str) -> None:
-        """End the run with FINISHED, FAILED or KILLED."""
+        """End the run with a status: FINISHED, FAILED or KILLED."""
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Make the run a child of the oldest run with the parent's name, which is created if missing.
+        """Make the run a child of the oldest run named tracking.parent_run, which is created if missing.
 
         The method does nothing if tracking.parent_run is not set. Runs that start at the same time may each create a
         parent. Therefore the delivery calls this method again at the end of the run. The run then joins the oldest
-        parent, and deletes the younger parent that it created.
+        parent, and deletes the younger parent that it has created.
         """
         if not self._parent:
             return
@@ -128,7 +132,7 @@ class Store:
             self._created_parent = None
 
     def _find_parent(self) -> str:
-        """Return the id of the oldest run with the parent's name; create the run if there is none."""
+        """Return the id of the oldest run with the parent's name; create such a run if none exists."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
         named = [run.info for run in runs if run.data.tags[PARENT_NAME_TAG] == self._parent]
         if named:
@@ -149,11 +153,11 @@ class Store:
         if experiment := self._client.get_experiment_by_name(self._experiment):
             if experiment.lifecycle_stage == "deleted":
                 raise ConfigError(
-                    f"the experiment {self._experiment} is deleted in MLflow",
+                    f"the experiment {self._experiment} has been deleted in MLflow",
                     where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
                     expected="an experiment that is not deleted, or a new name",
-                    do="set another tracking.experiment, or restore this one with MLFLOW_TRACKING_URI set: "
-                    f"mlflow experiments restore --experiment-id {experiment.experiment_id}",
+                    do="set another tracking.experiment, or set MLFLOW_TRACKING_URI and run "
+                    f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`",
                 )
             return experiment.experiment_id
         try:
@@ -164,7 +168,7 @@ class Store:
             return self._client.get_experiment_by_name(self._experiment).experiment_id  # created concurrently
 
     def _reopen_run(self) -> str | None:
-        """Reopen the run to continue, and return its id; None if the run does not exist in the store."""
+        """Set the status of the run `previous_run_id` to RUNNING, and return its id; None if it cannot be continued."""
         from mlflow.exceptions import MlflowException
 
         if not self._previous_id:
@@ -178,7 +182,7 @@ class Store:
         return self._previous_id
 
     def _find_by_key(self) -> str | None:
-        """Return the id of the run that an earlier call created without receiving a response, or None."""
+        """Return the id of the run with this client's key, which an earlier call may have created, or None."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{KEY}` = '{self._key}'")
         return runs[0].info.run_id if runs else None
 
@@ -198,13 +202,13 @@ def check_tracking_uri(uri: str) -> None:
 
 
 def explain_open_error(uri: str, error: BaseException) -> ConfigError:
-    """Return the error for a store whose first call has raised `error`."""
+    """Return the error for users if the first call to a store has raised `error`."""
     is_access_denied = get_http_status(error) in (401, 403)
     return make_open_error(uri, reason(error), LOGIN_HINT if is_access_denied else URI_HINT)
 
 
 def make_open_error(uri: str, why: str, do: str = URI_HINT) -> ConfigError:
-    """Return the error for a store that cannot be opened."""
+    """Return the error for a store that cannot be opened; `why` states the reason, and `do` the advice."""
     return ConfigError(
         f"cannot open the MLflow store: {why}",
         where=f"tracking.uri={hide(uri)}",
@@ -215,13 +219,13 @@ def make_open_error(uri: str, why: str, do: str = URI_HINT) -> ConfigError:
 
 @contextmanager
 def _initialize_sqlite_file(uri: str) -> Iterator[None]:
-    """Check the database file, create its tables if it is new, and hold a lock for the duration of the block.
+    """Check a database file, create its tables if it is new, and lock its folder for the duration of the block.
 
     MLflow 3.17 tries for 100 s to open a file that is not a database. Processes that concurrently create the
-    tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock
-    used here is on the folder and leaves no file behind; on file systems without such locks, no lock is
-    taken. MLflow cannot complete the tables if a process was killed while it created them, so they are created
-    in another file, which then replaces the empty one.
+    tables of a new database fail, because the constructor (SqlAlchemyStore.__init__) takes no lock. The lock on the
+    folder leaves no file behind; on file systems without such locks, no lock is taken. MLflow cannot complete the
+    tables if a process was killed while it created them, so they are created in another file, which then replaces
+    the empty file.
 
     Raises:
         OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a writable database.

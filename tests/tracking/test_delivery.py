@@ -227,7 +227,7 @@ def test_deleted_experiment_error_names_the_restore_command(store_folder, tmp_pa
     assert f"mlflow experiments restore --experiment-id {experiment}" in error.value.do
     later = Delivery(tmp_path, config, said.append)
     later._tried = True  # after an outage, the error does not stop a training run
-    assert not later.deliver() and "the experiment it's gone is deleted" in said[0]
+    assert not later.deliver() and "the experiment it's gone has been deleted" in said[0]
     mlflow_client(uri).restore_experiment(experiment)
     assert Delivery(tmp_path, config, print).deliver()
 
@@ -253,6 +253,21 @@ def test_delivery_reports_invalid_lines_as_the_reason(make_delivery, tmp_path):
     delivery, _ = make_delivery()
     lost = delivery.finish("FINISHED", 60)
     assert lost.startswith(f"MLflow lacks 19 records ({METRICS} contains an invalid line: "), lost
+
+
+def test_delivery_does_not_blame_a_past_outage_for_invalid_lines(make_delivery, tmp_path, monkeypatch):
+    from requests.exceptions import ConnectionError
+
+    def refuse():
+        raise ConnectionError("refused for a while")
+
+    (tmp_path / METRICS).write_text('{"kind": "train"}\n')
+    delivery, said = make_delivery()
+    with monkeypatch.context() as patch:
+        patch.setattr(delivery._store, "open", refuse)
+        assert not delivery.deliver() and "refused for a while" in said[0]
+    lost = delivery.finish("FINISHED", 60)
+    assert lost.startswith(f"MLflow lacks 1 record ({METRICS} contains an invalid line: "), lost
 
 
 @pytest.fixture
@@ -300,7 +315,7 @@ def test_delivery_ignores_retry_after_of_a_failing_server(status_server, tmp_pat
     lost = delivery.finish("FINISHED", patience_s=2.5)
     assert perf_counter() - began < 40
     assert "lacks 2 records and the end of the run" in lost and "503" in lost  # config.yaml is one of them
-    assert len(said) == 1 and "does not respond" in said[0]
+    assert len(said) == 1 and "cannot write to MLflow" in said[0]
     assert 4 <= len(asked) <= 10, "expected requests at 0 s, 1 s and 2 s, two each time"
 
 
