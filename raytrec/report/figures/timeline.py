@@ -154,7 +154,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw each phase's milliseconds per step as bars, for up to MAX_BARS ranks of the last group; None without data."""
+    """Draw each phase's milliseconds per step as bars, for up to MAX_BARS ranks of the last group; None if empty."""
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
