@@ -25,15 +25,16 @@ class DIEN(nn.Module):
 
     A sequence is encoded as the last state of an AUGRU (GRU with attentional update gate), which reads the states
     of a GRU. The MLP reads the dense columns, the encoded sequences, and all other features (including the target)
-    except the negatives.
+    except the negatives, which are ids drawn at random (`model.negatives`).
 
     For id vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e
         a_t = softmax over t of h_t W e_a
         the encoding is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
-    With negatives n_1 … n_T, one per id, the model's own loss for a row is
+    With negatives n_1 … n_T, one per id, the model's own loss for a row, which is added to the tasks' losses, is
         −α · Σ over t from 1 to T − 1 of [ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))]
-    A row's negatives are in the same order as its ids. Terms for ids without a negative are omitted.
+    summed over the sequences that share the negatives' table. A row's negatives are in the same order as its ids.
+    Terms for ids without a negative are omitted.
     The MLP's activations are PReLU (see DIN in target_attention.py).
 
     Args:
@@ -89,7 +90,7 @@ class InterestEvolution(nn.Module):
         """Return the last state of the AUGRU, float [B, dim], and all states of the GRU, float [B, L, dim].
 
         The GRU's states are in the order of the ids, most recent first. States at positions without an id are
-        undefined.
+        undefined. `target_BD` contains the target's vectors.
         """
         lengths_B, present_BT = sequence.present.sum(1), sequence.present  # `present` marks a prefix in either order
         states_BTD = self._states(reverse_sequences(sequence.vectors, lengths_B))
@@ -99,7 +100,7 @@ class InterestEvolution(nn.Module):
         return self.evolution(states_BTD, weights_BT), reverse_sequences(states_BTD, lengths_B)
 
     def _states(self, steps_BTD: torch.Tensor) -> torch.Tensor:
-        """Return the states of the GRU; on GPUs, they are always computed in float32.
+        """Return the state of the GRU after each step; on GPUs, the states are always computed in float32.
 
         PyTorch's autocast runs cuDNN's RNNs in float16 regardless of the requested dtype
         (ATen/cudnn/AutocastRNN.cpp). In float16, most gradients of a mean over a large batch would be 0.
@@ -143,7 +144,7 @@ class AUGRU(nn.Module):
 
     @torch.compiler.disable
     def forward(self, steps_BTD: torch.Tensor, weights_BT: torch.Tensor) -> torch.Tensor:
-        """Return the last state, float [B, width]."""
+        """Return the state after all steps, float32 [B, width], for inputs [B, T, inputs] and weights [B, T]."""
         cell = self.cell
         inputs_BTG = linear(steps_BTD, cell.weight_ih, cell.bias_ih)
         with torch.autocast(inputs_BTG.device.type, enabled=False):

@@ -1,4 +1,4 @@
-"""Wide & Deep, DeepFM and xDeepFM: models with first-order weights for ids."""
+"""Wide & Deep, DeepFM and xDeepFM: models in which each id has a weight that is added to the logit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class WideDeep(nn.Module):
     in the paper, must be features of the data.
 
     With cross_layers, the MLP reads the output of DCN-V2's cross layers. With deep_dropout, the deep part is
-    dropped for a random share of the training rows, whose logits then consist of the wide part and b. In this
-    case, w is initialized near 0, and the weights of dense columns are initialized with 0. After training, w
-    can be scaled down (`shrunk`) if a weaker deep part predicts held-out rows better.
+    dropped for a random share of the training rows, whose logits then consist of the wide part and b. With
+    deep_dropout, w is also initialized near 0, and the weights of dense columns are initialized with 0. After
+    training, w can be scaled down (`shrunk`) if a weaker deep part predicts held-out rows better.
 
     Args:
-        schema: Schema with any dense columns and sparse features of any dims larger than T.
+        schema: Schema with any dense columns; tables of features in the wide part have dims larger than T.
         config: Features of each part, layer sizes and dropout.
         outputs: T, the number of logits per row. Each output has its own weights; all layers of the MLP except
             the last are shared.
@@ -54,7 +54,7 @@ class WideDeep(nn.Module):
 
     @property
     def shrunk(self) -> nn.Parameter | None:
-        """Weights w, which worker.evaluate can multiply by a factor below 1; None without deep_dropout."""
+        """Weights w, which worker.evaluate can multiply by a factor from 0 to 1; None without deep_dropout."""
         return self.logit.weight if self.shrinks else None
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -81,7 +81,7 @@ class DeepFM(nn.Module):
     each vector and therefore differs from the paper.)
 
     Args:
-        schema: Schema with any dense columns; all tables have the same dim, larger than T.
+        schema: Schema with any dense columns; all tables have the same dim, larger than `outputs`.
         config: Layer sizes and dropout.
         outputs: T, the number of logits per row.
 
@@ -115,7 +115,7 @@ class XDeepFM(nn.Module):
     (layers.FieldVectors). CIN is the compressed interaction network.
 
     Args:
-        schema: Schema with any dense columns; all tables have the same dim, larger than T.
+        schema: Schema with any dense columns; all tables have the same dim, larger than `outputs`.
         config: Layer sizes and dropout.
         outputs: T, the number of logits per row; all outputs share the CIN and the MLP.
 
@@ -139,11 +139,11 @@ class XDeepFM(nn.Module):
 
 
 class CIN(nn.Module):
-    """Compressed interaction network: float [B, F, D] → [B, Σ sizes].
+    """Compressed interaction network (xDeepFM, equations 6 and 8): float [B, F, D] → [B, Σ sizes].
 
-    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ row j of the vectors), where layer 0 consists
-    of the vectors. The output contains, for every row of every layer, the sum of its D numbers (equations 6
-    and 8). As in the paper's best variant, there is no activation between layers.
+    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ vector j), where the rows of layer 0 are the
+    vectors. The output contains, for every row of every layer, the sum of the row's D numbers. As in the paper's
+    best variant, there is no activation between layers.
 
     Args:
         fields: F, the number of vectors.
@@ -158,7 +158,7 @@ class CIN(nn.Module):
         )
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the layers' rows over D, float [B, Σ sizes]."""
+        """Return the sum of the D numbers in each row of each layer, float [B, Σ sizes], layer by layer."""
         columns_BDF = vectors_BFD.transpose(1, 2)
         rows_BDH, sums = columns_BDF, []
         for layer in self.layers:

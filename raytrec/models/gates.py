@@ -18,9 +18,9 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 class FinalMLP(nn.Module):
     """FinalMLP: logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, where stream s is oₛ = MLPₛ(gateₛ ⊙ e).
 
-    e is the concatenation of dense columns and embeddings. gateₛ = 2 σ(MLP(features of the stream's gate)),
-    so each stream emphasizes different features. A gate without features reads one learned vector. o₁ and o₂
-    are each cut into equal parts, one per head; head h reads part h of both.
+    Mao et al. 2023, arXiv:2304.00902. e is the concatenation of dense columns and embeddings. gateₛ =
+    2 σ(MLP(features of the stream's gate)), so each stream emphasizes different features. A gate without features
+    reads a learned vector. o₁ and o₂ are each cut into equal parts, one per head; head h reads part h of both.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -28,8 +28,7 @@ class FinalMLP(nn.Module):
         outputs: Number of logits per row; all outputs share both streams.
 
     Raises:
-        ConfigError: Gates are configured without gating or name unknown features, or the streams' outputs
-            cannot be cut into heads.
+        ConfigError: A pattern in model.gate1 or model.gate2 matches no feature.
     """
 
     def __init__(self, schema: Schema, config: FinalMLPSection, outputs: int = 1):
@@ -57,14 +56,14 @@ class FinalMLP(nn.Module):
 
 
 class Gate(nn.Module):
-    """Gate 2 σ(MLP(context)): a weight in (0, 2) for each of `width` inputs, float32 [B, width].
+    """Gate 2 σ(MLP(context)), which computes a weight in (0, 2) for each of `width` values from a context.
 
     Args:
         schema: Schema of the data.
         members: Features and dense columns of the context; if empty, the context is a learned vector.
         sizes: Hidden sizes of the MLP.
         width: Number of weights.
-        more: Width of `more_BM` in `forward`; 0 if it is not passed.
+        more: Width of the argument `more_BM` of `forward`; 0 if this argument is not passed.
     """
 
     def __init__(self, schema: Schema, members: set[str], sizes: list[int], width: int, more: int = 0):
@@ -77,12 +76,12 @@ class Gate(nn.Module):
     def forward(
         self, dense: torch.Tensor, pooled: dict[str, torch.Tensor], more_BM: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the weight of each input, float32 [B, width]; [1, width] without members.
+        """Return the weights, float32 [B, width]; [1, width] without members and `more_BM`.
 
         Args:
             dense: Dense columns, float32 [B, n].
             pooled: Feature → its embeddings.
-            more_BM: Values that are appended to the context before the MLP; default: none.
+            more_BM: Values that are appended to the context of a gate with members; default: none.
         """
         context = self.vector if self.context is None else self.context(dense, pooled)
         context = context if more_BM is None else torch.cat([context, more_BM], dim=1)
@@ -90,12 +89,12 @@ class Gate(nn.Module):
 
 
 class MaskNet(nn.Module):
-    """Mask blocks over normalized embeddings, arranged in parallel or in series, followed by an MLP.
+    """MaskNet: mask blocks over normalized embeddings, arranged in parallel or in series, followed by an MLP.
 
-    V is the concatenation of a row's F vectors, [F·D]. N contains the layer norms of these vectors, each with
-    a separate gain and bias. The masks of all blocks are computed from V. In parallel, all blocks read N, and
-    the MLP reads their concatenated outputs. In series, the first block reads N, every later block reads the
-    output of the previous block, and the MLP reads the last output.
+    Wang et al. 2021, arXiv:2102.07619. V is the concatenation of a row's F vectors, [F·D]. N contains the layer
+    norms of these vectors, each with a separate gain and bias. The masks of all blocks are computed from V. In
+    parallel, all blocks read N, and the MLP reads their concatenated outputs. In series, the first block reads N,
+    every later block reads the output of the previous block, and the MLP reads the last output.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim.
@@ -138,11 +137,13 @@ class MaskNet(nn.Module):
 class MaskBlock(nn.Module):
     """Mask block ReLU(LN(W (mask ⊙ h))), where mask = W₂ ReLU(W₁ V + b₁) + b₂ (equations 4, 7 and 8).
 
+    V and h are the arguments of `forward`; LN is layer norm.
+
     Args:
         embeddings: Width of V.
         inputs: Width of h and of the mask.
         size: Width of the output.
-        reduction: Ratio of the width of the mask's hidden layer to that of the mask.
+        reduction: Width of the hidden layer that computes the mask, as a multiple of `inputs`.
     """
 
     def __init__(self, embeddings: int, inputs: int, size: int, reduction: float):
@@ -153,17 +154,17 @@ class MaskBlock(nn.Module):
         self.norm, self.relu = nn.LayerNorm(size), nn.ReLU()
 
     def forward(self, embeddings_BN: torch.Tensor, hidden_BI: torch.Tensor) -> torch.Tensor:
-        """Return the output of the block, float [B, size]."""
+        """Return the output of the block, float [B, size], from V [B, embeddings] and h [B, inputs]."""
         return self.relu(self.norm(self.layer(self.mask(embeddings_BN) * hidden_BI)))
 
 
 class PEPNet(nn.Module):
-    """Task towers over gated inputs, with a gate for the hidden units of each layer.
+    """PEPNet: one MLP (tower) per task over gated inputs, with a gate for the hidden units of each layer.
 
     Chang et al. 2023, arXiv:2302.01115. e is the concatenation of dense columns and embeddings, including the
     domain and personal features. In EPNet, the towers read o = gate(domain, sg(e)) ⊙ e, where sg stops
     gradients; without domain features, o = e. In PPNet, the hidden units in layer l of all towers are
-    multiplied by gateₗ(personal, sg(o)). Gates are 2 σ(MLP(inputs)).
+    multiplied by gateₗ(personal, sg(o)). Gates are 2 σ(MLP(inputs)). Each tower ends in a linear layer.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -171,7 +172,7 @@ class PEPNet(nn.Module):
         tasks: Task → number of its logit columns.
 
     Raises:
-        ConfigError: A pattern matches no feature.
+        ConfigError: A pattern in model.domain or model.personal matches no feature.
     """
 
     def __init__(self, schema: Schema, config: PEPNetSection, tasks: Mapping[str, int]):

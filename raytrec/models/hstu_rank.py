@@ -25,18 +25,18 @@ class HstuRank(nn.Module):
     """Hierarchical sequential transduction units over context, history and candidates, with a tower for each task.
 
     Zhai et al. 2024, arXiv:2402.17152. The layers are the same as in the authors' DLRM-HSTU and MLPerf's DLRMv4.
-    The tokens of a request are, in this order:
+    A request has a history of events, each with one id in every sequence. Its tokens are, in this order:
 
         context     W_f e + b_f for each feature f of the request, and one token for all its dense columns
         history     E_item(items) + p + s for each event, oldest first. With actions a, E_action(a) + p' + s
                     follows or, without `interleave`, E_action(a) is added
         candidates  E_item(items) + c
 
-    E_item and E_action are MLPs, and p, p', s and c are learned vectors. p and p' depend on the number of more
-    recent events, and s on the time from the event to the request (without `request_time`, to the newest event),
-    in 128 logarithmic buckets. A token attends to itself and to earlier tokens, but not to other candidates. A
-    candidate's score is thus independent of the other candidates, and the context and history tokens of a request
-    are computed once for all of its candidates.
+    E_item and E_action are MLPs. E_item reads the vectors of an event in all sequences, or of a candidate in their
+    target features. p, p', s and c are learned vectors. p and p' depend on the number of more recent events, and s
+    on the time from the event to the request (without `request_time`, to the newest event), in 128 logarithmic
+    buckets. A token attends to itself and to earlier tokens, but not to other candidates. A candidate's score is thus
+    independent of the other candidates, and a request's other tokens are computed once for all of its candidates.
 
     Another MLP encodes all features and dense columns of the candidate as a vector. The towers read the
     elementwise product of this vector and the layer norm of the last layer's output for the candidate. With
@@ -96,14 +96,14 @@ class HstuRank(nn.Module):
         return self.towers([states_ND] * self.tasks)
 
     def _embed_context(self, dense: torch.Tensor, inputs: dict) -> list[torch.Tensor]:
-        """Return the tokens of the context, float32 [R · C, D], or [] without a context."""
+        """Return [tokens of the contexts of all R requests, float32 [R · C, D]], or [] without a context."""
         values = [inputs[feature] for feature in self.context]
         values += [dense.index_select(1, self.columns)] * bool(len(self.columns))
         tokens = [layer(value) for layer, value in zip(self.context_layers, values, strict=True)]
         return [torch.stack(tokens, dim=1).flatten(0, 1)] if tokens else []
 
     def _embed_events(self, dense: torch.Tensor, inputs: dict, packed: PackedSequences) -> torch.Tensor:
-        """Return the tokens of the history, float32 [events · tokens per event, D]."""
+        """Return the tokens of all histories, float32 [events · tokens per event, D], in the order of `packed`."""
         history = inputs[self.history]
         items_NE = torch.cat([packed.pack(inputs[feature].vectors) for feature in self.targets], dim=1)
         tokens_NkD = self.item_encoder(items_NE).unsqueeze(1)
@@ -119,7 +119,7 @@ class HstuRank(nn.Module):
         return tokens_NkD.flatten(0, 1)
 
     def _add_clock(self, states_ND: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        """Return the states, combined with the request's time of day and weekday if `request_time` is set."""
+        """Return the states of candidates, combined with the time of day and weekday if `request_time` is set."""
         if self.clock is None:
             return states_ND
         turns_N2 = dense[:, self.request_time, None].double() / self.periods_s
@@ -128,19 +128,19 @@ class HstuRank(nn.Module):
 
 
 class SwishNorm(nn.Module):
-    """Activation x · σ(LN(x)), where LN is layer norm: [N, width] → [N, width]."""
+    """Activation x ⊙ σ(LN(x)), where LN is layer norm: [N, width] → [N, width]."""
 
     def __init__(self, width: int):
         super().__init__()
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x_NW: torch.Tensor) -> torch.Tensor:
-        """Return the gated values, [N, width]."""
+        """Return x ⊙ σ(LN(x)), [N, width]."""
         return x_NW * self.norm(x_NW).sigmoid()
 
 
 def make_encoder(inputs: int, config: HstuRankSection) -> nn.Sequential:
-    """Return an MLP with layer norm that maps vectors to tokens: [N, inputs] → [N, D]."""
+    """Return an MLP with layer norm that maps vectors to tokens of width model.dim: [N, inputs] → [N, D]."""
     hidden = mlp([inputs, config.encoder], activation=SwishNorm)
     return nn.Sequential(*hidden, nn.Linear(config.encoder, config.dim), nn.LayerNorm(config.dim))
 
@@ -149,8 +149,8 @@ class Actions(nn.Module):
     """Encoder of the actions of events: side features, float64 [N, n] → float32 [N, D].
 
     An action is one bit of a bit mask, or a threshold that a number reaches (`model.actions`). The input of
-    the MLP is 1 for each action of the event and 0 for all others. The weights of an action in the first layer
-    act as its embedding.
+    the MLP is 1 for each action of the event and 0 for all other actions. The weights of an action in the first
+    layer act as its embedding.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection):
@@ -181,12 +181,12 @@ class TransducerLayer(nn.Module):
     With layer norms N and N′ and dropout d, each head computes:
 
         k, v, q, u = W₁ N x + b
-        a_ij = silu(⟨q_i, k_j⟩ ÷ √width of a head) ÷ maximum number of tokens   if token i attends to j, else 0
+        a_ij = silu(⟨q_i, k_j⟩ ÷ √width of a head) ÷ `tokens`   if token i attends to j, else 0
         r_i = Σ_j a_ij v_j
         x ← x + W₂ d(silu(u), r, silu(u) ⊙ N′ r)
 
-    Tokens of users are the tokens of the context and the history. The last layer returns them unchanged, because
-    the model reads only the candidates' tokens of the last layer.
+    Tokens of users are the tokens of the context and the history. The last layer returns these tokens unchanged,
+    because the model reads only the candidates' tokens of the last layer.
 
     Args:
         config: Dim, heads, width and dropout.
@@ -223,7 +223,7 @@ class TransducerLayer(nn.Module):
 
     @torch.compiler.disable
     def _attend(self, users_NE: torch.Tensor, candidates_NE: torch.Tensor, layout: TokenLayout) -> list[torch.Tensor]:
-        """Return Σ_j a_ij v_j for users (except in the last layer) and for candidates, [N, width] each."""
+        """Return r for the tokens of users (except in the last layer) and of candidates, [N, width] each."""
         of_users, of_candidates = [], []
         key_NHd, value_NHd, query_NHd = self._split_heads(candidates_NE)
         groups = layout.group_users(users_NE), layout.group_candidates(query_NHd.flatten(1))
@@ -238,13 +238,16 @@ class TransducerLayer(nn.Module):
         return [layout.ungroup_users(of_users), read_NW] if of_users else [read_NW]
 
     def _split_heads(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return n concatenated projections by head: [..., n · width] → n × [..., heads, width ÷ heads]."""
+        """Split n concatenated projections into n tensors by head: [..., n · width] → [..., heads, width ÷ heads]."""
         return values.unflatten(-1, (-1, self.heads, self.width // self.heads)).unbind(-3)
 
     def _read(
         self, query_bQHd: torch.Tensor, key_bTHd: torch.Tensor, value_bTHd: torch.Tensor, is_causal: bool = False
     ) -> torch.Tensor:
-        """Return Σ_j a_ij v_j for each query, [b, Q, width]; keys and values with b = 1 are shared by all rows."""
+        """Return Σ_j a_ij v_j for each query i, [b, Q, width]; keys and values with b = 1 are shared by all rows.
+
+        If `is_causal` is True, query i reads keys 1 to i. Otherwise, every query reads all keys.
+        """
         weights_bHQT = silu(torch.einsum("bqhd,bthd->bhqt", query_bQHd * self.scale, key_bTHd)) / self.tokens
         weights_bHQT = weights_bHQT.tril() if is_causal else weights_bHQT
         return torch.einsum("bhqt,bthd->bqhd", weights_bHQT, value_bTHd).flatten(2)

@@ -1,4 +1,7 @@
-"""Inputs of models: sequences, their ids, and candidates of requests."""
+"""Inputs of models: sequences, their ids, and candidates of requests.
+
+If the schema has candidates, a row of a batch is a request, and each of its candidates is an example.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class Sequence(NamedTuple):
         side_features: Numbers and times (seconds since 1970) of each id, in the order of `side_features` in
             the schema; float64 [B, L, n], 0 at positions without an id. None: the feature has no side
             features.
-        lengths: Number of ids in each row, int32 [B], on the host. None: the lengths must be computed from
-            `present`, which is on the device.
+        lengths: Number of ids in each row, int32 [B], on the host. None: the number is not known on the host and
+            must be computed from `present`.
     """
 
     vectors: torch.Tensor
@@ -34,7 +37,8 @@ class Sequence(NamedTuple):
     lengths: torch.Tensor | None = None
 
 
-# Input of models that read ids: feature → int64 [B, L] for sequences, else [B, 1] (SequenceLookup).
+# Key of the ids in the inputs of models that read ids. The value maps features to ids, int64 [B, L] for sequences,
+# else [B, 1] (SequenceLookup).
 IDS = "ids that were looked up"
 
 
@@ -51,10 +55,10 @@ class SequenceLookup:
         self._with_ids = tuple(with_ids)
 
     def __call__(self, embeddings: dict[str, torch.Tensor], batch: Batch) -> dict[str, Any]:
-        """Return the model's inputs by feature.
+        """Return feature → input of the model: a Sequence for each sequence, else the unchanged embeddings.
 
         Args:
-            embeddings: Feature → float32 [B, dim]; [B, L, dim] for sequences.
+            embeddings: Output of PooledEmbeddings: feature → float32 [B, dim]; [B, L, dim] for sequences.
             batch: Batch whose ids were looked up.
         """
         host_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)
@@ -78,7 +82,7 @@ class SequenceLookup:
     def _ids(self, feature: str, sparse: KeyedJaggedTensor) -> torch.Tensor:
         """Return the ids of a sequence, int64 [B, L]; for other features, the first id of each row, [B, 1].
 
-        Positions without an id are -1.
+        The id at a position without an id is -1.
         """
         starts_FB = sparse.offsets()[:-1].view(len(self._keys), -1)
         lengths_FB, place = sparse.lengths().view(len(self._keys), -1), self._keys.index(feature)
@@ -111,8 +115,8 @@ class RequestExpander:
 
     Args:
         schema: Schema of the data.
-        encoded: Features that the model encodes once per request (`encode_requests_once`); their inputs are
-            not expanded.
+        encoded: Features that the model encodes once per request (`encode_requests_once`); inputs of these
+            features keep one row per request.
     """
 
     def __init__(self, schema: Schema, encoded: Collection[str] = ()):
@@ -123,13 +127,14 @@ class RequestExpander:
         self._encodes = bool(encoded)
 
     def __call__(self, batch: Batch, inputs: Mapping[str, Any]) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return the dense columns [N, n] and inputs [N, ...] of N candidates.
+        """Return the dense columns, float32 [N, n], and feature → input, [N, ...], of N candidates.
 
-        If the batch has no candidates, one padding row is returned, because few layers support empty batches.
+        If some features are encoded once per request, a RequestInputs is added under the key REQUESTS. If the batch
+        has no candidates, one padding row is returned, because few layers support empty batches.
 
         Args:
             batch: R requests with their candidates.
-            inputs: Inputs by feature, [R, ...]; [N, ...] for features of candidates.
+            inputs: Feature → input, [R, ...]; [N, ...] for features of candidates.
         """
         requests_N, dense_of_candidates = batch.requests, batch.dense_of_candidates
         if not len(requests_N):
@@ -158,13 +163,11 @@ class RequestExpander:
 def encode_requests_once(
     encode: Callable[[torch.Tensor, dict[str, Any]], torch.Tensor], dense: torch.Tensor, inputs: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the encoding of each example's request, [N, ...].
-
-    A request shared by several examples is encoded once.
+    """Return the encoding of each example's request, [N, ...]; each request is encoded only once.
 
     Args:
         encode: Function from (dense columns, inputs) of R requests to their encodings, [R, ...].
-        dense: Dense columns of the examples, float32 [N, n]; used if each row is its own request.
+        dense: Dense columns of the examples, float32 [N, n], which are encoded if rows are not requests.
         inputs: Inputs of the model, with RequestInputs under the key REQUESTS if rows are requests.
     """
     requests = inputs.get(REQUESTS)

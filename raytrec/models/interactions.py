@@ -62,10 +62,10 @@ class DotInteraction(nn.Module):
 class DCN(nn.Module):
     """DCN-V2: cross layers over the concatenated dense columns and pooled embeddings, combined with deep layers.
 
-    x₀ consists of the dense columns (after bottom_mlp) and the embeddings in the schema's order. With `deep:
-    stacked`, the deep layers read the output of the cross layers. With `deep: parallel`, the deep layers read
-    x₀, and the logit is linear in the concatenation of both outputs. MLPerf's DLRM-DCNv2 uses bottom_mlp
-    [512, 256, 128], 3 stacked cross layers of rank 512, and top_mlp [1024, 1024, 512, 256].
+    Wang et al. 2021, arXiv:2008.13535. x₀ consists of the dense columns (after bottom_mlp) and the embeddings in
+    the schema's order. With `deep: stacked`, the deep layers read the output of the cross layers. With `deep:
+    parallel`, the deep layers read x₀, and the logit is linear in the concatenation of both outputs. MLPerf's
+    DLRM-DCNv2 uses bottom_mlp [512, 256, 128], 3 cross layers of rank 512, and top_mlp [1024, 1024, 512, 256].
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -95,9 +95,10 @@ class DCN(nn.Module):
 
 
 class Cross(nn.Module):
-    """Cross layers x ← x₀ ⊙ (W x + b) + x, where W is a full matrix or a product U V of a given rank.
+    """Cross layers x ← x₀ ⊙ (W x + b) + x of DCN-V2, float [B, n] → [B, n].
 
-    The shape is float [B, n] → [B, n]. Weights are initialized as in Glorot and Bengio 2010, and biases with 0.
+    W is a full matrix, or a product U V of rank `rank` if `rank` is not None. Weights are initialized as in Glorot
+    and Bengio 2010, and biases with 0.
     """
 
     def __init__(self, n: int, layers: int, rank: int | None = None):
@@ -113,7 +114,7 @@ class Cross(nn.Module):
 
 
 def _matrix(n: int, rank: int | None) -> nn.Module:
-    """Return a module that computes x → W x + b."""
+    """Return a module that computes W x + b; if `rank` is set, W is the product of two matrices of this rank."""
     parts = [nn.Linear(n, rank, bias=False), nn.Linear(rank, n)] if rank else [nn.Linear(n, n)]
     for part in parts:
         nn.init.xavier_normal_(part.weight)
@@ -155,7 +156,7 @@ class Wukong(nn.Module):
 
 
 class InteractionLayer(nn.Module):
-    """LN(concat(FMB(X), LCB(X)) + X) for the n vectors X of a row, float [B, n, D] → [B, n_F + n_L, D].
+    """Wukong's layer LN(concat(FMB(X), LCB(X)) + X) for a row's n vectors X, float [B, n, D] → [B, n_F + n_L, D].
 
     The factorization machine block FMB(X) = MLP(LN(flatten(X Xᵀ Y))) is reshaped to n_F vectors (sections 3.4
     and 3.6). Xᵀ Y is computed first, which avoids the n × n matrix X Xᵀ. The linear compression block LCB(X) =
@@ -178,7 +179,7 @@ class InteractionLayer(nn.Module):
         self.hidden, self.last = mlp_and_linear(count * config.rank, config.fmb_mlp, outputs, config.dropout)
 
     def forward(self, vectors_BFD: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of the layer, float [B, n_F + n_L, D]."""
+        """Return the output vectors of the layer, float [B, n_F + n_L, D]."""
         projected_BDK, compressed_BDL, residual_BDM = self.linear(vectors_BFD.transpose(1, 2)).split(self.sizes, dim=2)
         interactions_BP = self.interaction_norm((vectors_BFD @ projected_BDK).flatten(1))
         machine_BMD = self.last(self.hidden(interactions_BP)).unflatten(1, (-1, vectors_BFD.shape[2]))

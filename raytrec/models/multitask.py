@@ -96,12 +96,13 @@ class PLE(nn.Module):
 class Level(nn.Module):
     """One level of PLE (equations 4 to 7).
 
-    The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · expert e over the task's experts and the shared experts. The
-    task's experts read xₖ, and the shared experts read the shared x. The shared output is the mean of all
-    experts of all tasks and the shared experts, weighted by softmax(W x). The last level has no shared output.
+    The level reads one vector xₖ for each task k, and a shared vector x. The experts of task k read xₖ, and the
+    shared experts read x. The output for task k is Σₑ softmax(Wₖ xₖ)ₑ · (output of expert e) over the task's experts
+    and the shared experts. The shared output is the mean of the outputs of all tasks' experts and the shared
+    experts, weighted by softmax(W x). The last level has no shared output.
 
     Args:
-        inputs: Width of xₖ and of the shared x.
+        inputs: Width of xₖ and of x.
         tasks: Number of tasks.
         config: Numbers of experts, layer sizes and dropout.
         last: True for the last level.
@@ -119,7 +120,7 @@ class Level(nn.Module):
         """Return the output for each task, float [B, expert_mlp[-1]], then the shared output unless `last` is set.
 
         Args:
-            inputs: xₖ for each task, then the shared x; each is float [B, inputs].
+            inputs: xₖ for each task, then x; each is float [B, inputs].
         """
         *outputs, shared_BEM = (experts(x_BN) for experts, x_BN in zip(self.experts, inputs, strict=True))
         joined = [torch.cat([of_task_BEM, shared_BEM], dim=1) for of_task_BEM in outputs]
@@ -129,13 +130,13 @@ class Level(nn.Module):
 
 
 class TaskTowers(nn.Module):
-    """One MLP with a linear last layer for each task.
+    """Towers: for each task, an MLP with a linear last layer, which returns the task's logits.
 
     Args:
         inputs: Width of each tower's input.
-        sizes: Hidden sizes.
+        sizes: Hidden sizes of a tower.
         tasks: Task → number of its logit columns.
-        dropout: Dropout rate of the MLPs.
+        dropout: Dropout rate of the hidden layers.
     """
 
     def __init__(self, inputs: int, sizes: list[int], tasks: Mapping[str, int], dropout: float):
@@ -168,7 +169,7 @@ class Experts(nn.Module):
 
 
 class Gate(nn.Module):
-    """Gate Σₑ softmax(W x)ₑ · expert e, a mean of the experts' outputs with weights that depend on x.
+    """Gate Σₑ softmax(W x)ₑ · (output of expert e), a mean of the experts' outputs with weights that depend on x.
 
     Args:
         inputs: Width of x.
@@ -186,18 +187,18 @@ class Gate(nn.Module):
 
 
 class ESMM(nn.Module):
-    """ESMM: pCTCVR = pCTR · pCVR, with a click tower and a conversion tower that share the embeddings.
+    """ESMM: P(click and conversion) = P(click) · P(conversion | click), with two towers that share the embeddings.
 
-    Ma et al. 2018, arXiv:1804.07931. The click tower returns the click logit a, with pCTR = σ(a). The
-    conversion tower returns b, with pCVR = σ(b), for which there is no separate label. The conversion logit
-    is the logit of p = σ(a) · σ(b), so the conversion tower is trained on all impressions, not only on clicks.
+    Ma et al. 2018, arXiv:1804.07931. The click tower returns the click logit a, with P(click) = σ(a). The
+    conversion tower returns b, with P(conversion | click) = σ(b), which has no label of its own. The output for the
+    conversion task is the logit of p = σ(a) · σ(b), so the conversion tower is trained on all impressions.
     Since (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, the logit of p is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), which is accurate
     even for p near 0 or 1. P(conversion | click) is the quotient of the two predictions.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
         config: Names of the click and conversion tasks, layer sizes and dropout.
-        tasks: The two tasks, in the order of their columns.
+        tasks: The click and the conversion task, in the order of their columns, each with one column.
     """
 
     def __init__(self, schema: Schema, config: ESMMSection, tasks: Mapping[str, int]):
@@ -208,7 +209,7 @@ class ESMM(nn.Module):
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the click and conversion logits, float32 [B, 2], in the order of the tasks."""
+        """Return the logits of click and of click and conversion, float32 [B, 2], in the order of the tasks."""
         x_BN = self.concat_inputs(dense, pooled)
         click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
         against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
@@ -217,11 +218,12 @@ class ESMM(nn.Module):
 
 
 class DBMTL(nn.Module):
-    """DBMTL: P(labels | x) = Πₖ P(label k | x, its parent labels), modeled in the layers below the logits.
+    """DBMTL: P(labels | x) = Πₖ P(label k | x, labels of k's parent tasks), modeled in the layers below the logits.
 
     Wang et al. 2019, arXiv:1902.09154. s is the output of shared layers over the concatenated dense columns
     and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(concatenation of tₖ and rⱼ for all parents j of
-    k), where the parents are the tasks on which task k depends. The logits of task k are linear in rₖ.
+    k), where the parents are the tasks on which task k depends (model.relations). The logits of task k are linear
+    in rₖ.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -229,7 +231,7 @@ class DBMTL(nn.Module):
         tasks: Task → number of its logit columns.
 
     Raises:
-        ConfigError: Relations name unknown tasks or form a cycle.
+        ConfigError: model.relations names an unknown task or contains a cycle.
     """
 
     def __init__(self, schema: Schema, config: DBMTLSection, tasks: Mapping[str, int]):
@@ -238,7 +240,7 @@ class DBMTL(nn.Module):
         self.bottom = mlp([self.concat_inputs.width, *config.bottom_mlp], config.dropout)
         shared = (config.bottom_mlp or [self.concat_inputs.width])[-1]
         places = {name: place for place, name in enumerate(tasks)}
-        # index of a task → indices of its parent tasks, in topological order
+        # Maps the index of a task to the indices of its parent tasks, in topological order.
         self.parents = {
             places[name]: [places[parent] for parent in parents] for name, parents in config.order(tasks).items()
         }

@@ -25,8 +25,8 @@ LOG_BUCKET_RATIO = log(1.35)  # the upper bound of a bucket is 1.35 × its lower
 class NextItem(nn.Module, ABC):
     """Base class of causal sequence models in which the state after each item is a query for the next item.
 
-    score = ⟨state after the most recent item, item⟩ ÷ temperature. With `normalize`, both vectors are scaled to
-    length 1. A row without a history has the state 0 and therefore the score 0 for every item.
+    The logit is ⟨state after the most recent item of the history, item⟩ ÷ temperature. With `normalize`, both
+    vectors are scaled to length 1. A row without a history has the state 0 and thus the logit 0 for every item.
 
     The model's own loss is a sum over the row's item and all items of the history except the oldest. Each
     of these items is predicted from the preceding items and compared with the row's negatives (with
@@ -51,16 +51,20 @@ class NextItem(nn.Module, ABC):
 
     @abstractmethod
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return the state after each item, computed only from that item and older items, float32 [N, D]."""
+        """Return the state after each of the N items in a batch's histories, float32 [N, D].
+
+        A state depends only on the item and on older items of the same row. `packed` contains the positions of the
+        N items in `history`.
+        """
 
     def embed_positions(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return √D · e + p for each item's embedding e and position vector p, after dropout, [N, D]."""
+        """Return √D · e + p after dropout for each item's embedding e and learned position vector p, [N, D]."""
         places_N = packed.recency if self.config.positions == "recency" else packed.order
         x_ND = packed.pack(history.vectors) * self.dim**0.5
         return self.dropout(x_ND + embedding(places_N, self.positions))
 
     def query(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the query vectors of the histories, float32 [B, D]; [B, outputs, D] for several outputs."""
+        """Return the query vectors of the histories, float32 [B, D], or [B, n, D] if there are n (see Queries)."""
         history = inputs[self.config.history]
         packed = pack_ids(history.present, history.lengths)
         return self._query(self.states(history, packed), packed)
@@ -70,7 +74,7 @@ class NextItem(nn.Module, ABC):
         return self._normalize(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss | query D, item D] (see models/__init__.py)."""
+        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs."""
         history, item_BD = inputs[self.config.history], self.item(dense, inputs)
         packed = pack_ids(history.present, history.lengths)
         states_ND, own_B = self.states(history, packed), None
@@ -97,7 +101,7 @@ class NextItem(nn.Module, ABC):
     def _sampled_losses(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, drawn: Sequence
     ) -> torch.Tensor:
-        """Return the sum of each row's losses against its own negatives, float32 [B]."""
+        """Return the sum of the losses of each row's queries against the row's own negatives, float32 [B]."""
         groups = zip(
             packed.to_chronological(query_ND),
             packed.to_chronological(next_ND),
@@ -115,7 +119,7 @@ class NextItem(nn.Module, ABC):
     def _shared_losses(
         self, query_ND: torch.Tensor, next_ND: torch.Tensor, packed: PackedSequences, inputs: dict
     ) -> torch.Tensor:
-        """Return the sum of each row's losses against the negatives of the global batch, float32 [B]."""
+        """Return the sum of the losses of each row's queries against the global batch's negatives, float32 [B]."""
         ids, limit = inputs[IDS], inputs[self.config.history].present.numel()
         next_BL = torch.cat([ids[self.config.item], ids[self.config.history][:, :-1]], dim=1)
         items = ItemBatch(next_ND, packed.pack(next_BL.unsqueeze(2)).squeeze(1))
@@ -141,8 +145,8 @@ class SASRec(NextItem):
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
-    The state is N of the last block's x. For arguments, see NextItem. D must be divisible by the
-    number of heads.
+    The state is N of the last block's x. The arguments are those of NextItem. D must be divisible by the number
+    of heads.
     """
 
     def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
@@ -151,7 +155,7 @@ class SASRec(NextItem):
         self.norm = nn.LayerNorm(self.dim)
 
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return the state after each item, float32 [N, D]."""
+        """Return the state after each item, float32 [N, D] (see NextItem.states)."""
         x_ND = self.embed_positions(history, packed)
         for block in self.blocks:
             x_ND = block(x_ND, packed)
@@ -171,7 +175,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(*layers)
 
     def forward(self, x_ND: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """Return the output of the block, [N, D]."""
+        """Return the output of the block for the N items of all histories, [N, D]."""
         x_ND = x_ND + self.dropout(self.attention(self.norms[0](x_ND), packed))
         return x_ND + self.dropout(self.network(self.norms[1](x_ND)))
 
@@ -198,7 +202,7 @@ class Attention(nn.Module):
 
     @torch.compiler.disable
     def _read(self, projected_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """Return Σ_j a_ij v_j for each item i: [N, 3 · D] → [N, D]."""
+        """Return the attention-weighted mean of the values for each item, from its projections [N, 3 · D], [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
         for group_bTE in packed.to_chronological(projected_NE):
             heads = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]
@@ -218,10 +222,10 @@ class HSTU(NextItem):
         a_ij = silu(⟨q_i, k_j⟩ + r_{i−j} + s_{bucket(t_i − t_j)}) ÷ max_length   for j ≤ i, else 0
         x ← x + W₂ · d(u ⊙ N(Σ_j a_ij v_j))
 
-    r contains a learned bias for each distance. With model.time, s contains a learned bias for each of 128
+    r contains a learned bias for each distance i − j. With model.time, s contains a learned bias for each of 128
     logarithmic buckets of the time between two items. Weights do not add up to 1, so the number of relevant
-    items matters as well. The state is the last layer's x. For arguments, see NextItem. The width
-    must be divisible by the number of heads.
+    items matters as well. The state is the last layer's x. The arguments are those of NextItem. model.width must
+    be divisible by the number of heads.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):
@@ -230,7 +234,7 @@ class HSTU(NextItem):
         self.layers = nn.ModuleList(Layer(self.dim, config) for _ in range(config.blocks))
 
     def states(self, history: Sequence, packed: PackedSequences) -> torch.Tensor:
-        """Return the state after each item, float32 [N, D]."""
+        """Return the state after each item, float32 [N, D] (see NextItem.states)."""
         x_ND = self.embed_positions(history, packed)
         buckets = None if self.time is None else self._buckets(history, packed)
         for layer in self.layers:
@@ -274,7 +278,7 @@ class _BucketLookup(torch.autograd.Function):
 
 
 class Layer(nn.Module):
-    """One HSTU unit: [N, D] → [N, D]."""
+    """Layer of HSTU, whose class docstring contains the equations: [N, D] → [N, D]."""
 
     def __init__(self, dim: int, config: HstuSection):
         super().__init__()
@@ -287,7 +291,10 @@ class Layer(nn.Module):
         nn.init.xavier_uniform_(self.output.weight)
 
     def forward(self, x_ND: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None) -> torch.Tensor:
-        """Return the output of the HSTU unit, [N, D]."""
+        """Return the output of the layer for the N items of all histories, [N, D].
+
+        `buckets` contains the result of HSTU._buckets; None if the model does not use times.
+        """
         projected_NW = silu(self.inputs(layer_norm(x_ND, x_ND.shape[1:])))
         width = projected_NW.shape[1] // 4
         gate_NW, others_NW = projected_NW.split([width, 3 * width], dim=1)
@@ -299,12 +306,12 @@ class Layer(nn.Module):
     def _read(
         self, others_NW: torch.Tensor, packed: PackedSequences, buckets: list[torch.Tensor] | None
     ) -> torch.Tensor:
-        """Return Σ_j a_ij v_j for each item i: [N, 3 · width] → [N, width]."""
+        """Return Σ_j a_ij v_j for each item i, from its v, q and k: [N, 3 · width] → [N, width]."""
         groups = packed.to_chronological(others_NW)
         return packed.from_chronological([self._attend_group(g, buckets and buckets[i]) for i, g in enumerate(groups)])
 
     def _attend_group(self, group_bTW: torch.Tensor, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Return Σ_j a_ij v_j for the items of one group: [b, T, 3 · width] → [b, T, width]."""
+        """Return Σ_j a_ij v_j for the items of one group of rows: [b, T, 3 · width] → [b, T, width]."""
         rows, length, _ = group_bTW.shape
         by_head = group_bTW.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         value_nTd, query_nTd, key_nTd = by_head.flatten(1, 2).unbind(0)  # n = b · heads
@@ -314,7 +321,7 @@ class Layer(nn.Module):
         return read_nTd.unflatten(0, (rows, self.heads)).transpose(1, 2).flatten(2)
 
     def _bias(self, length: int, buckets_bTT: torch.Tensor | None) -> torch.Tensor:
-        """Return biases, [1, T, T], or [b · heads, T, T] with times; biases of keys after the query are undefined."""
+        """Return r + s for each query and key, [1, T, T], or [b · heads, T, T] with times; undefined for later keys."""
         places_T = torch.arange(length, device=self.distances.device)
         back_TT = (places_T.unsqueeze(1) - places_T).clamp(min=0)
         bias_1TT = self.distances[back_TT].unsqueeze(0)

@@ -20,12 +20,12 @@ class TwoTower(nn.Module):
     query vector. Neither the bias nor a positive scale changes the order of a query's items.
 
     Each of several outputs has its own query vector, scale and bias, so one index of items serves all tasks.
-    With `vectors`, there is an additional query vector for losses that compare rows. These losses read scale
-    · query and item, so the scale acts as an inverse temperature.
+    With `vectors`, there is an additional query vector for losses that compare the rows of a batch. These losses
+    read scale · query and item, so the scale acts as an inverse temperature.
 
     With `negatives`, the model's own loss compares a row's item with drawn items, whose vectors the item
     tower computes from their ids (sampled_loss.py). The loss uses the query vector of the last output. Without
-    outputs, it uses the query vector for losses that compare rows. In-batch negatives are mostly frequent
+    outputs, the loss uses the query vector for losses that compare rows. In-batch negatives are mostly frequent
     items, whereas drawn negatives are not. Using both is the mixed negative sampling of Yang et al. 2020
     (https://doi.org/10.1145/3366424.3386195).
 
@@ -74,8 +74,7 @@ class TwoTower(nn.Module):
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
 
-        With vectors or an own loss, the shape is [B, outputs | own loss | query D, item D] (see
-        models/__init__.py), where D is tower_mlp[-1].
+        With `vectors` or an own loss, the columns are those of `combine_outputs`, where D is tower_mlp[-1].
         """
         query, item_BD = encode_requests_once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
@@ -87,7 +86,7 @@ class TwoTower(nn.Module):
     def _own_loss(
         self, query_BQD: torch.Tensor, item_BD: torch.Tensor, dense: torch.Tensor, pooled: dict
     ) -> torch.Tensor:
-        """Return the model's own loss for each row, float32 [B]; 0 in eval mode. query_BQD includes the scale."""
+        """Return the model's own loss for each row, float32 [B]; 0 in eval mode. `query_BQD` includes the scale."""
         if not self.training:
             return item_BD.new_zeros(item_BD.shape[0], dtype=torch.float32)
         drawn, (feature,) = pooled[self.config.negatives], self.towers["item"].concat_inputs.skipped_columns
@@ -130,8 +129,8 @@ class MatrixFactorization(nn.Module):
 
     Rendle et al. 2020, arXiv:2005.09683. b is learned. The items of a user are ordered by ⟨p, q⟩ + b_item, so
     the query vector is (p, 1) and the item vector is (q, b_item). b_user and b are included in the logits, and
-    in the model's own loss if that loss is bce. For a feature with several ids, their embeddings are summed or
-    averaged. Without model.bias, the three biases are omitted.
+    in the model's own loss if that loss is bce. If a row has several ids of the user or item feature, their
+    embeddings are summed or averaged. Without model.bias, the three biases are omitted.
 
     Args:
         schema: Schema with a user and an item feature of the same dim; other features are not read.
@@ -149,7 +148,7 @@ class MatrixFactorization(nn.Module):
         self.loss, self.shared = build_losses(schema, config, config.item)
 
     def query(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the query vectors of the users, float32 [B, D]; [B, outputs, D] for several outputs."""
+        """Return the query vectors of the users, float32 [B, D], or [B, n, D] if there are n (see Queries)."""
         return self.queries(self._factors(inputs))
 
     def item(self, dense: torch.Tensor, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -157,7 +156,7 @@ class MatrixFactorization(nn.Module):
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss | query D, item D] (see models/__init__.py), D = dim."""
+        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs."""
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
@@ -187,14 +186,14 @@ class NeuMF(nn.Module):
 
     He et al. 2017, arXiv:1708.05031. As in the paper, the products and the MLP use separate embeddings: the
     first `gmf_dim` numbers of a feature's embedding are p, the remaining numbers are m. With `shared`, p and m
-    are both the full embedding. Scores are not dot products of two vectors, so retrieval cannot search an
+    are both the full embedding. Logits are not dot products of two vectors, so retrieval cannot search an
     index and must score every item.
 
     Args:
         schema: Schema with a user and an item feature; other features are not read.
         config: Names of the features, layer sizes, negatives and loss settings.
-        outputs: Number of logits per row; all outputs share everything except w and b. The own loss uses the
-            last output.
+        outputs: Number of logits per row; all outputs share everything except w and b. The model's own loss uses
+            the last output.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):
@@ -210,7 +209,7 @@ class NeuMF(nn.Module):
         self.loss, _ = build_losses(schema, config, config.item)
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return float32 [B], or [B, outputs | own loss] (see models/__init__.py)."""
+        """Return the logits, float32 [B] or [B, outputs]; [B, outputs + 1] with an own loss, the last column."""
         user_B1E, item_B1E = (inputs[f].unsqueeze(1) for f in (self.config.user, self.config.item))
         scores_BT = self._scores(user_B1E, item_B1E).squeeze(1)
         logits_BT = scores_BT + self.bias

@@ -30,7 +30,7 @@ class Recommender(nn.Module):
     A recommender reads no labels. The losses of the tasks define the meaning of the logits.
 
     Args:
-        embeddings: Tables and their features, which are looked up and pooled.
+        embeddings: Module with the tables, which looks up and pools the sparse features.
         model: Dense model with forward(dense, inputs of sparse features) → logits; see raytrec/models.
         call: Function object that calls the dense model.
     """
@@ -40,7 +40,7 @@ class Recommender(nn.Module):
         self.embeddings, self.model, self.call = embeddings, model, call
 
     def forward(self, batch: Batch, tower: TowerName | None = None) -> torch.Tensor:
-        """Return the logits of a batch, or the vectors of one tower; see `ModelCall`."""
+        """Return the logits of a batch, or the vectors of one tower; see `ModelCall.__call__`."""
         return self.call(self.model, batch, self.embeddings(batch.sparse), tower)
 
 
@@ -68,11 +68,13 @@ class ModelCall:
     ) -> torch.Tensor:
         """Return the logits, float32 [B] or [B, columns], or the vectors of one tower, float32 [B, width].
 
+        If the rows of the batch are requests, B is the number of their candidates.
+
         Args:
             model: Dense model, possibly compiled.
             batch: Batch of rows; its labels are not read.
             pooled: Output of PooledEmbeddings for the batch.
-            tower: Method of a retrieval model to call instead of forward, query or item (raytrec/models).
+            tower: Method of a retrieval model to call instead of forward: "query", "item", or None for forward.
         """
         dense, inputs, requests = batch.dense, pooled, batch.requests
         if self._sequences:
@@ -85,7 +87,7 @@ class ModelCall:
         return select_last_vectors(output) if tower else output
 
     def run(self, module_or_method: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        """Call a model or one of its methods and return its output as float32."""
+        """Call a model or one of its methods with the configured precision, and return the output in float32."""
         if self.graph_rows is None:
             return self._run(module_or_method, dense, *inputs)
         if len(dense) != self.graph_rows:  # any other size would compile the model again and record another graph
@@ -114,7 +116,9 @@ def build_recommender(
     tasks: Mapping[str, int] | None = None,
     vectors: bool = False,
 ) -> Recommender:
-    """Return the configured model, unsharded. Dense layers are initialized from run.seed; tables are on device meta.
+    """Return the unsharded recommender that is configured in the section `model`, with tables on device meta.
+
+    torch's random number generator is seeded with run.seed, from which the dense layers are initialized.
 
     Args:
         config: Configuration of the run.
@@ -122,6 +126,9 @@ def build_recommender(
         device: Device of the dense layers.
         tasks: Task → number of its logit columns; see build_model.
         vectors: True if the model must also return query and item vectors.
+
+    Raises:
+        ConfigError: The model (see `build_model`) or a table's plan contradicts the schema.
     """
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, tasks, vectors).to(device)
@@ -133,13 +140,13 @@ def build_recommender(
 
 
 def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
-    """Return the features that the model encodes once per request; empty if any of them belongs to candidates."""
+    """Return the sparse features that the model encodes once per request; none if any column is a candidate's."""
     members = set() if isinstance(model, PythonSection) else model.request_members(schema)
     return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 
 
 def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph_rows: int | None = None) -> None:
-    """Enable compilation of a dense model, in place. The model's parameters keep their names.
+    """Enable compilation of a dense model with torch.compile, in place. The model's parameters keep their names.
 
     Training and evaluation are compiled separately, each in its first step. Without CUDA graphs, sizes are
     dynamic, so a smaller batch does not recompile the model. With CUDA graphs, batches of other sizes run
@@ -148,13 +155,13 @@ def compile_dense(model: nn.Module, call: ModelCall, device: torch.device, graph
 
     Args:
         model: Dense model.
-        call: Function object that calls the model; its `graph_rows` is set.
+        call: Function object that calls the model; its attribute `graph_rows` is set.
         device: Device of the model.
         graph_rows: Number of rows in batches that are recorded and replayed as CUDA graphs; None: no CUDA
             graphs.
 
     Raises:
-        ConfigError: A compiler required by torch is not installed on this node.
+        ConfigError: A requirement of torch.compile, such as a compiler, is not installed on this node.
     """
     require_compiler(device.type)
     quote_library_folder()

@@ -26,7 +26,7 @@ class SequenceModel(nn.Module):
         outputs: Number of logits per row; all layers except the last are shared.
 
     Raises:
-        ConfigError: DLRM rejects the schema, there is no sequence, or the target does not exist or is
+        ConfigError: The tables have different dims, the schema has no sequence, or the target does not exist or is
             ambiguous.
     """
 
@@ -43,7 +43,7 @@ class SequenceModel(nn.Module):
 
 
 class DIN(nn.Module):
-    """Model that pools each sequence into one vector by a local activation unit, followed by an MLP.
+    """Model that pools each sequence into one vector by an ActivationUnit, followed by an MLP.
 
     Zhou et al. 2018, arXiv:1706.06978. Each sequence has its own unit. The MLP reads the concatenation of the
     dense columns, the sequences' vectors and all other features, including the target.
@@ -76,8 +76,8 @@ class TargetAttention(nn.Module):
     """Layer that averages a sequence's vectors, weighted by their relevance to a target.
 
     The score of id k with vector e_k for a target t is s_k = MLP(e_k, t, e_k − t, e_k ⊙ t) + r_k, where r_k
-    is a learned bias for the id's recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids present, and 0 for
-    an empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the
+    is a learned bias for the id's recency. The output is Σ σ(s_k) · e_k ÷ n over the n ids of the sequence, and 0
+    for an empty sequence. As in DIN, weights do not add up to 1, so a sequence that is more relevant to the
     target has a larger output. Softmax is not used: the gradients of its inputs add up to 0, so the gradient of
     a bias common to all scores would consist of rounding errors. The MLP's activations are sigmoids, as in
     DIN's code.
@@ -102,7 +102,7 @@ class TargetAttention(nn.Module):
 
 
 class ActivationUnit(nn.Module):
-    """DIN's local activation unit: Σ w_k · e_k over the ids present; 0 for an empty sequence.
+    """DIN's local activation unit, which returns Σ w_k · e_k over a sequence's ids; 0 for an empty sequence.
 
     The weight of id k with vector e_k for a target t is w_k = MLP(e_k, t, e_k − t, e_k ⊙ t). Weights are neither
     bounded nor normalized, so their sum expresses the strength of the interest (section 4.3). The MLP's
@@ -126,7 +126,7 @@ class ActivationUnit(nn.Module):
 def build_score_layers(
     dim: int, sizes: list[int], activation: Callable[[int], nn.Module], bias: bool = True
 ) -> nn.Sequential:
-    """Return the MLP that scores an id's vector against a target's: [N, 4 · dim] → [N, 1].
+    """Return the MLP that scores an id's vector e for a target's vector t: (e, t, e − t, e ⊙ t), [N, 4 · dim] → [N, 1].
 
     Args:
         dim: Width of the vectors.
@@ -141,8 +141,8 @@ def build_score_layers(
 def compute_id_scores(layers: nn.Sequential, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
     """Return the score of each id in a sequence, [B, L]. Scores at positions without an id are undefined.
 
-    The first layer is linear in e, t, e − t and e ⊙ t, so the target's contribution is computed once for all
-    ids.
+    `layers` is the result of `build_score_layers`. Its first layer is linear in e, t, e − t and e ⊙ t, so the
+    contribution of the target t is computed once for all ids.
     """
     first, vectors_BLD = layers[0], sequence.vectors
     of_id, of_target, of_difference, of_product = first.weight.chunk(4, dim=1)  # [H, D] each
@@ -159,9 +159,9 @@ INITIAL_NORM_GAIN = 0.02  # initial gain of the last layer norm
 class BST(nn.Module):
     """Model that passes each sequence, preceded by its target, through transformer layers, followed by an MLP.
 
-    The MLP reads the concatenation of the dense columns, the transformer's outputs for the target and each
-    id, and all other features. As in the paper, these include the target's embedding, because layer norm
-    removes most of its magnitude.
+    Chen et al. 2019, arXiv:1905.06874. The MLP reads the concatenation of the dense columns, the transformer's
+    outputs for the target and each id, and all other features. As in the paper, these include the target's
+    embedding, because layer norm removes most of its magnitude.
 
     Positions express recency: 0 is the target, and 1 is the most recent id; the paper uses time instead.
     Learned position vectors are added to the ids' vectors. At positions without an id, the MLP reads 0.
@@ -208,7 +208,7 @@ class Transformer(nn.Module):
         nn.init.constant_(self.layers[-1].norms[1].weight, INITIAL_NORM_GAIN)
 
     def forward(self, sequence: Sequence, target_BD: torch.Tensor) -> torch.Tensor:
-        """Return the states of the target and of each id, float [B, 1 + L, dim]; 0 at positions without an id."""
+        """Return the output for the target and then each id, float [B, 1 + L, dim]; 0 at positions without an id."""
         x_BND = torch.cat([target_BD.unsqueeze(1), sequence.vectors], dim=1) + self.position
         present_BN = nn.functional.pad(sequence.present, (1, 0), value=True)
         for layer in self.layers:
@@ -233,7 +233,7 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(config.attention_dropout)
 
     def forward(self, x_BND: torch.Tensor, absent_BN: torch.Tensor) -> torch.Tensor:
-        """Return the output of the layer, float [B, N, dim]."""
+        """Return the output of the layer, float [B, N, dim]; vectors where `absent_BN` is True are not attended to."""
         attended_BND = self.attention(x_BND, x_BND, x_BND, key_padding_mask=absent_BN, need_weights=False)[0]
         x_BND = self.norms[0](x_BND + self.dropout(attended_BND))
         return self.norms[1](x_BND + self.dropout(self.feedforward(x_BND)))

@@ -14,7 +14,7 @@ from raytrec.config.schema import Schema
 
 
 class Constant(nn.Module):
-    """Learned vector that is the same for every row: [B, …] → float32 [B, dim]."""
+    """Learned vector that is the same for every row, float32 [B, dim]; only the input's size B is read."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -28,12 +28,12 @@ class Constant(nn.Module):
 def mlp(
     sizes: list[int], dropout: float = 0.0, activation: Callable[[int], nn.Module] = lambda _: nn.ReLU()
 ) -> nn.Sequential:
-    """Return linear layers, each followed by an activation and, if the rate is not 0, dropout.
+    """Return linear layers, each followed by an activation and, if `dropout` is not 0, dropout.
 
     Args:
-        sizes: Width of the input, then of each layer.
+        sizes: Width of the input, then of each layer; with a single size, the result returns its input.
         dropout: Dropout rate.
-        activation: Function from a layer's size to its activation; default: ReLU.
+        activation: Function from a layer's width to its activation module; default: ReLU.
     """
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
@@ -50,7 +50,7 @@ def mlp_and_linear(
     dropout: float = 0.0,
     activation: Callable[[int], nn.Module] = lambda _: nn.ReLU(),
 ) -> tuple[nn.Sequential, nn.Linear]:
-    """Return the layers built by `mlp` for an input and hidden sizes, and a linear layer from the last size."""
+    """Return (hidden layers built by `mlp`, a linear layer from the last hidden size to `outputs`)."""
     sizes = [inputs, *hidden]
     return mlp(sizes, dropout, activation), nn.Linear(sizes[-1], outputs)
 
@@ -64,7 +64,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the input; in training mode, random values are set to 0 and the rest are divided by 1 − rate."""
+        """Return the input; in training mode, set random values to 0 and divide the other values by 1 − rate."""
         dropped = round(self.p * 2**16)
         if not (self.training and input.is_cpu and 0 < dropped < 2**16) or torch.compiler.is_compiling():
             return super().forward(input)
@@ -75,14 +75,14 @@ class Dropout(nn.Dropout):
 
 
 class SequenceModules(nn.ModuleList):
-    """List of one module per sequence feature; a module reads the inputs of the feature and of its target.
+    """List of one module per sequence feature. A module reads the inputs of the sequence and of its target.
 
     A list is used because feature names may contain dots, which module names must not.
 
     Args:
         schema: Schema of the data.
-        target_of: Feature → its target.
-        make: Function from the dims of a feature and of its target to the feature's module.
+        target_of: Sequence feature → target feature with respect to which the sequence is read.
+        make: Function from the dims of a sequence and of its target to the sequence's module.
     """
 
     def __init__(self, schema: Schema, target_of: dict[str, str], make: Callable[[int, int], nn.Module]):
@@ -91,18 +91,22 @@ class SequenceModules(nn.ModuleList):
         self.target_of = target_of
 
     def forward(self, inputs: dict) -> dict[str, Any]:
-        """Return a mapping from feature to the output of the feature's module."""
+        """Return sequence feature → output of its module.
+
+        Args:
+            inputs: Feature → input of the model, which includes all sequences and targets.
+        """
         modules = zip(self.target_of.items(), self, strict=True)
         return {feature: module(inputs[feature], inputs[target]) for (feature, target), module in modules}
 
 
 class ConcatInputs(nn.Module):
-    """Concatenation of unchanged dense columns and pooled embeddings in the schema's order, float32 [B, width].
+    """Concatenation of dense columns, then pooled embeddings, each in the schema's order, float32 [B, width].
 
     Args:
         schema: Schema of the data.
         members: Names of the features and dense columns to include; default: all.
-        skip: Feature → number of leading values of its embeddings to omit.
+        skip: Feature → number of leading values of its embedding to omit; default: 0 for all features.
 
     Attributes:
         width: Width of the output.
@@ -131,8 +135,8 @@ class FieldVectors(nn.Module):
     The vector of a sparse feature is its pooled embedding. A dense column with value x has the vector x · v
     with a learned v, as in factorization machines (Rendle 2010). With first-order weights, all table rows and
     all v have the form [w₁ … w_T, vector], where the first T numbers are weights, one per output. A linear
-    model of ids and columns is thus trained alongside the vectors. As in the papers, weights and vectors are
-    separate parameters, although they share a table row.
+    model of ids and columns is thus trained alongside the vectors. Weights and vectors are separate parameters,
+    although they share a table row.
 
     Args:
         schema: Schema whose tables all have the same dim.

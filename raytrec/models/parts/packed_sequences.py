@@ -1,4 +1,4 @@
-"""Packed sequences, which store the values of all ids without padding, and layouts of the tokens of HstuRank.
+"""Packed sequences, which store the values of all ids of a batch without padding, and token layouts of HstuRank.
 
 Operations on groups of rows are excluded from train.compile (torch.compiler.disable). The lengths of groups
 change with every step, and each change would recompile these operations.
@@ -19,11 +19,7 @@ MIN_SPLIT_LENGTH = 64  # on CPU, a group with a longer row contains no row short
 
 @torch.compiler.disable
 def pack_ids(present: torch.Tensor, lengths: torch.Tensor | None = None) -> PackedSequences:
-    """Return the positions of the ids in a batch of sequences.
-
-    For torch.export, the result is a PaddedSequences, whose shapes do not depend on the lengths. For
-    arguments, see PackedSequences.
-    """
+    """Return the PackedSequences of a batch, or a PaddedSequences during torch.export. See these for the arguments."""
     return PaddedSequences(present) if torch.compiler.is_exporting() else PackedSequences(present, lengths)
 
 
@@ -35,11 +31,14 @@ class PackedSequences:
     padded to its longest row. In a group, ids are ordered by time, oldest first. Padding comes last and is thus
     ignored by causal attention, so rows need no separate masks.
 
+    In the shapes, B is the number of rows, L the maximum number of ids of a row, b the number of rows of a group, and
+    T the number of ids of its longest row.
+
     Args:
         present: True at positions with an id, bool [B, L]. Ids occupy the first positions of a row, most recent
             first.
-        lengths: Number of ids in each row, int [B], on the host, from which all sizes are computed; default:
-            copied from the device, which blocks the host.
+        lengths: Number of ids in each row, int [B], on the host; default: computed from `present`, which blocks the
+            host if `present` is on a GPU.
 
     Attributes:
         recency: Number of more recent ids in the same row, int64 [N].
@@ -74,7 +73,7 @@ class PackedSequences:
 
     @torch.compiler.disable
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ids, packed: [B, L, D], most recent first → [N, D]."""
+        """Return the values of all ids without padding, row by row, most recent first: [B, L, D] → [N, D]."""
         return _Take.apply(values_BLD.flatten(0, 1), self._recent_first)
 
     @torch.compiler.disable
@@ -83,17 +82,17 @@ class PackedSequences:
         return _Put.apply(_Take.apply(values_ND, self._newest), self._rows, self._count)
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values by group, oldest first: [N, D] → [b, T, D] for each group; 0 at positions without an id."""
+        """Return the values of each group, oldest first: [N, D] → [b, T, D] each; 0 at positions without an id."""
         sizes = [mask_bT.numel() for mask_bT in self.group_masks]
         parts = _Put.apply(values_ND, self._by_time, sum(sizes)).split(sizes)
         return [part.view(*mask_bT.shape, -1) for part, mask_bT in zip(parts, self.group_masks, strict=True)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return packed values, the inverse of `to_chronological`: [b, T, D] for each group → [N, D]."""
+        """Return packed values (the inverse of `to_chronological`): [b, T, D] for each group → [N, D]."""
         return _Take.apply(torch.cat([group.flatten(0, 1) for group in groups]), self._by_time)
 
     def sum_rows(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the values in each row: [N] → [B]."""
+        """Return the sum of the values of each row's ids: [N] → [B]; 0 for empty sequences."""
         return values_N.new_zeros(self._count).index_add(0, self._rows_N, values_N)
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -101,16 +100,17 @@ class PackedSequences:
         return values.index_select(0, self._by_length).split(self._sizes)
 
     def from_groups(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Join per-row values from groups, the inverse of `to_groups`: [b, …] for each group → [B, …]."""
+        """Return per-row values in the batch's order (the inverse of `to_groups`): [b, …] for each group → [B, …]."""
         values_B = torch.cat(groups)
         return torch.empty_like(values_B).index_copy(0, self._by_length, values_B)
 
 
 class PaddedSequences(PackedSequences):
-    """Variant of PackedSequences that keeps the padding (N = B · L), for torch.export.
+    """Variant of PackedSequences for torch.export, which keeps the padding (N = B · L).
 
-    Values at positions without an id are finite and do not affect the values of other ids. There is a single
-    group of all rows, padded to L ids. For arguments and attributes, see PackedSequences.
+    Shapes thus do not depend on the lengths. Values at positions without an id are finite and do not affect the
+    values of ids. There is a single group of all rows, padded to L ids. The argument and the attributes are those
+    of PackedSequences. `sum_rows` is not supported.
     """
 
     def __init__(self, present: torch.Tensor):
@@ -121,7 +121,7 @@ class PaddedSequences(PackedSequences):
         self.group_masks = [present]
 
     def pack(self, values_BLD: torch.Tensor) -> torch.Tensor:
-        """Return the values of all ids, packed: [B, L, D], most recent first → [N, D]."""
+        """Return the values of all positions, including padding: [B, L, D], most recent first → [B · L, D]."""
         return values_BLD.flatten(0, 1)
 
     def select_newest(self, values_ND: torch.Tensor) -> torch.Tensor:
@@ -130,11 +130,11 @@ class PaddedSequences(PackedSequences):
         return newest_BD.where(self._lengths_B.unsqueeze(1) > 0, 0)
 
     def to_chronological(self, values_ND: torch.Tensor) -> list[torch.Tensor]:
-        """Return the values of all rows, oldest first: [N, D] → [B, L, D]."""
+        """Return one group of all rows, oldest first: [B · L, D] → [[B, L, D]]; padding is kept."""
         return [reverse_sequences(values_ND.unflatten(0, (-1, self._length)), self._lengths_B)]
 
     def from_chronological(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return packed values, the inverse of `to_chronological`: [B, L, D] → [N, D]."""
+        """Return the values of all positions (the inverse of `to_chronological`): [[B, L, D]] → [B · L, D]."""
         return reverse_sequences(groups[0], self._lengths_B).flatten(0, 1)
 
     def to_groups(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -148,18 +148,15 @@ class PaddedSequences(PackedSequences):
 
 @torch.compiler.disable
 def make_layout(*args: Any) -> TokenLayout:
-    """Return a TokenLayout outside compiled code, because its sizes change in every step.
-
-    For arguments, see TokenLayout.
-    """
+    """Return TokenLayout(*args), created outside compiled code because its sizes change in every step."""
     return TokenLayout(*args)
 
 
 class TokenLayout:
-    """Positions of the tokens of a batch, and conversions between layouts.
+    """Positions of the tokens of a batch of HstuRank, and conversions between layouts.
 
     Tokens of users are packed: tokens of the context, [R · C, …], precede tokens of the history, [N · k, …],
-    where N is the number of events.
+    where N is the number of events. Candidates are ordered by request.
 
     Args:
         packed: Positions of the events in the history.
@@ -181,7 +178,10 @@ class TokenLayout:
             self._places_N = requests_N * self._most + places_N - starts_R[requests_N]
 
     def group_users(self, users_NE: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tokens of each group of rows in chronological order, [b, C + kT, E]; padding is 0."""
+        """Return the tokens of each group of requests, context first, then events, oldest first, [b, C + kT, E].
+
+        Padding is 0.
+        """
         count = self._shape[0] * self._shape[1]
         context_NE, events_NE = users_NE.split([count, users_NE.shape[0] - count])
         groups = self._packed.to_chronological(events_NE.unflatten(0, (-1, self._per_event)).flatten(1))
@@ -195,7 +195,7 @@ class TokenLayout:
         return [torch.cat(pair, dim=1) for pair in zip(context, events, strict=True)]
 
     def ungroup_users(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return packed tokens of users, [R · C + N · k, E], the inverse of `group_users`."""
+        """Return packed tokens of users, [R · C + N · k, E] (the inverse of `group_users`)."""
         _, count = self._shape
         events = [group_bTE[:, count:].unflatten(1, (-1, self._per_event)).flatten(2) for group_bTE in groups]
         events_NE = self._packed.from_chronological(events).unflatten(1, (self._per_event, -1)).flatten(0, 1)
@@ -205,20 +205,20 @@ class TokenLayout:
         return torch.cat([context_RCE.flatten(0, 1), events_NE])
 
     def group_candidates(self, candidates_NE: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the candidates by group of rows, [b, M, E], padded with 0 to the maximum number M per request."""
+        """Return the candidates of each group of requests, [b, M, E], padded with 0 to the most per request, M."""
         if self._places_N is not None:
             padded_NE = candidates_NE.new_zeros(self._shape[0] * self._most, candidates_NE.shape[1])
             candidates_NE = padded_NE.index_copy(0, self._places_N, candidates_NE)
         return self._packed.to_groups(candidates_NE.unflatten(0, (-1, self._most)))
 
     def ungroup_candidates(self, groups: list[torch.Tensor]) -> torch.Tensor:
-        """Return the candidates without padding, [candidates, E], the inverse of `group_candidates`."""
+        """Return the candidates without padding, [candidates, E] (the inverse of `group_candidates`)."""
         candidates_NE = self._packed.from_groups(groups).flatten(0, 1)
         return candidates_NE if self._places_N is None else candidates_NE.index_select(0, self._places_N)
 
 
 def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Reverse the first `length` entries of each row, [B, L, …]; later entries stay in place.
+    """Return each row with its first `lengths_B` entries reversed, [B, L] or [B, L, D]; later entries stay in place.
 
     The function converts from most recent first to oldest first and vice versa.
     """
@@ -231,7 +231,7 @@ def reverse_sequences(values_BLx: torch.Tensor, lengths_B: torch.Tensor) -> torc
 
 
 def _choose_group_sizes(sorted_B: torch.Tensor, is_cuda: bool) -> list[int]:
-    """Return the number of rows in each group.
+    """Return the number of rows in each group of PackedSequences.
 
     Args:
         sorted_B: Lengths of the rows in descending order, int [B], on the host.

@@ -15,7 +15,7 @@ ABSENT = -1e30  # score of a missing negative, which contributes neither to loss
 
 @dataclass(frozen=True)
 class SampledLoss:
-    """Loss that compares an item's score s with the scores sₖ of its K negatives.
+    """Loss that compares the score s of a query's item with the scores sₖ of its K negatives, i.e. other items.
 
         softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
         bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)), i.e. one example with label 1 and K with label 0 (He et al.
@@ -34,7 +34,7 @@ class SampledLoss:
     items: int = 2
 
     def reduce(self, own: torch.Tensor, scores_K: torch.Tensor) -> torch.Tensor:
-        """Reduce the scores of negatives to their contribution to the loss, float32 [...].
+        """Return the contribution of negatives to the loss, float32 [...], as an argument for `join` or `finish`.
 
         Args:
             own: Scores of the items, float32 [...].
@@ -45,7 +45,7 @@ class SampledLoss:
         return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
 
     def join(self, parts_W: torch.Tensor) -> torch.Tensor:
-        """Combine the contributions of W disjoint sets of negatives: [W, ...] → [...]."""
+        """Return the combined contribution of W disjoint sets of negatives: [W, ...] → [...]."""
         return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
 
     def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -53,8 +53,8 @@ class SampledLoss:
 
         Args:
             own: Scores of the items, float32 [...].
-            added: Combined contribution of all negatives, float32 [...].
-            count: Number of negatives of each item.
+            added: Combined contribution of all negatives, float32 [...] (`reduce`, `join`).
+            count: Number of negatives of each item, without missing negatives.
         """
         if self.kind == "softmax":
             return softplus(added - own)
@@ -70,7 +70,7 @@ class SampledLoss:
         return self.finish(own, self.reduce(own, scores_K), count)
 
     def remove_canceling_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Return a bias that is added to all scores of a query, or 0 if the bias has no effect on the loss.
+        """Return `bias`, which is added to all scores of a query, or 0 if the bias has no effect on the loss.
 
         softmax and bpr depend only on differences of scores, in which the bias cancels. Rounding would
         nevertheless leave a small gradient, which Adam would amplify to a full step.
@@ -100,21 +100,21 @@ class SampledLoss:
 
 
 def mask_absent(present: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the term to add to the scores of negatives: 0, or ABSENT for missing negatives."""
+    """Return the terms to add to the scores of negatives: 0, or ABSENT where `present` is False."""
     return torch.zeros(present.shape, dtype=dtype, device=present.device).masked_fill_(~present, ABSENT)
 
 
 class Queries(nn.Module):
     """Layer that derives one query vector per output from the model's single vector for each row.
 
-    If there is a single query vector, it is the model's vector. If there are several, each is the elementwise
-    product of the model's vector and learned weights (as in the GMF of He et al. 2017), so that one index of
-    items serves all tasks.
+    A single query vector is the model's vector. Each of several query vectors is the elementwise product of the
+    model's vector and learned weights (as in the GMF of He et al. 2017), so that one index of items serves all
+    tasks.
 
     Args:
         outputs: Number of logits per row.
-        vectors: True to append a query vector for losses that compare rows.
-        width: Width of a vector.
+        vectors: True to append a query vector for losses that compare the rows of a batch.
+        width: Width D of a vector.
 
     Attributes:
         own_loss_index: Index of the query vector for the model's own loss. This is the vector of the last
@@ -143,7 +143,9 @@ def combine_outputs(
     own_B: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the output of a model's forward from its vectors: [B, outputs | own loss | query D, item D].
+    """Return the output of a model's forward (see models/__init__.py), computed from query and item vectors.
+
+    The columns are the logits, the own loss if any, and with `vectors`, the last query vector and the item vector.
 
     Args:
         query: Query vectors, float [B, D]; [B, outputs + vectors, D] if there are several.
@@ -154,7 +156,7 @@ def combine_outputs(
         bias: Bias of the logits, [outputs] or [B, outputs]; default: 0.
 
     Returns:
-        Output of the model, float32; [B] if it consists of a single logit.
+        float32 [B, columns], or [B] if there is only a single logit.
     """
     query_BQD = query if query.dim() == 3 else query.unsqueeze(1)
     parts = []

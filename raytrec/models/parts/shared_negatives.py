@@ -1,4 +1,4 @@
-"""Negatives shared by all rows of the global batch.
+"""Losses against negatives (drawn items) that all rows of the global batch share.
 
 Each rank looks up the negatives of its rows. If the negatives of all ranks do not outnumber the maximum number
 of queries of one rank, the negatives are sent to all ranks. Otherwise, the queries are sent to all ranks. Each
@@ -44,7 +44,7 @@ class ItemBatch(NamedTuple):
 
 
 class SharedNegatives(nn.Module):
-    """Loss of queries and their items against the negatives of the global batch.
+    """Loss of queries and their items against the negatives of all rows in the global batch.
 
     A negative that equals the query's own item is ignored. If the negatives are all items, the softmax loss
     is thus the cross-entropy over all items.
@@ -52,8 +52,8 @@ class SharedNegatives(nn.Module):
     Args:
         loss: Loss of a single query.
         negatives: Feature that contains the negatives.
-        log_share: Index of the side feature of `negatives` that is subtracted from their scores; None: nothing
-            is subtracted.
+        log_share: Index of the side feature of `negatives` that contains ItemBatch.log_share, which is subtracted from
+            their scores; None: nothing is subtracted.
 
     Attributes:
         peers: Ranks that share the global batch; initially this process alone (see
@@ -67,11 +67,11 @@ class SharedNegatives(nn.Module):
         self._max_scores: int | None = None  # chosen in the first step, when the tables are in memory
 
     def collect_negatives(self, vectors: torch.Tensor, inputs: dict[str, Any]) -> ItemBatch:
-        """Return the negatives of this rank's rows.
+        """Return the negatives of this rank's rows as one ItemBatch.
 
         Args:
             vectors: Vectors of the negatives, float [..., D].
-            inputs: Inputs of the model.
+            inputs: Inputs of the model, from which the ids and, if configured, log_share are read.
         """
         ids_K, share_K = inputs[IDS][self.negatives].flatten(), None
         if self.log_share is not None:
@@ -93,8 +93,8 @@ class SharedNegatives(nn.Module):
         This is a collective operation: every rank must call it.
 
         Args:
-            query_ND: Query vectors, float [N, D]; a score is the dot product with an item.
-            query_items: Item of each query, with vectors [N, D].
+            query_ND: Query vectors, float [N, D]; a score is the dot product with an item's vector.
+            query_items: Item of each query, with vectors [N, D]; its `log_share` is ignored.
             negatives: Negatives of this rank's rows, with vectors [K, D]; K must be equal on all ranks.
             max_queries: Upper bound on N over all ranks; must be equal on all ranks.
             bias_N: Bias added to all scores of each query; see SampledLoss.remove_canceling_bias.
@@ -119,7 +119,7 @@ class SharedNegatives(nn.Module):
 
     @cached_property
     def _host_peers(self) -> Peers:
-        """Return Peers that exchange tensors in host memory. The first access is a collective operation."""
+        """Return the ranks as Peers that exchange host tensors. The first access is a collective operation."""
         is_host = get_collective_device().type == "cpu"
         return self.peers if is_host else Peers(group=dist.new_group(backend="gloo"))
 
@@ -128,7 +128,7 @@ class SharedNegatives(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the contribution and the number of all ranks' negatives for each query, float32 [N] each.
 
-        Queries are sent to all ranks, padded to the largest number of queries of a rank, `longest`.
+        Queries are sent to all ranks, padded to `longest`, the largest number of queries on any rank.
         """
         count = len(ids_N)
         padding = longest - count
@@ -169,12 +169,12 @@ class SharedNegatives(nn.Module):
 
 
 def build_losses(schema: Schema, config: SampledSection, item: str) -> tuple[SampledLoss, SharedNegatives | None]:
-    """Return the own loss of a model, and the loss against shared negatives if the section sets share_negatives.
+    """Return (loss of a query against its negatives, loss against shared negatives or None without share_negatives).
 
     Args:
         schema: Schema of the data.
         config: Section of the model.
-        item: Feature that contains the items.
+        item: Feature that contains the items, whose table determines the number of items.
     """
     loss = SampledLoss(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
     if not config.share_negatives:
@@ -192,13 +192,13 @@ def compute_pair_losses(
     inputs: dict[str, Any],
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the loss of each row's query and item, float32 [B].
+    """Return the loss of each row's query and item against negatives, float32 [B].
 
     If negatives are shared, this is a collective operation, which every rank must call.
 
     Args:
-        loss: Loss of a single query.
-        shared: Loss against the negatives of the global batch; None if each row has its own negatives.
+        loss: Loss of a query against its negatives, used if `shared` is None.
+        shared: Loss against the negatives of the global batch; None: a row is compared only with its own negatives.
         query_BD: Query vectors, float [B, D].
         item_BD: Item vectors, float [B, D].
         item: Feature that contains the items.
@@ -215,7 +215,7 @@ def compute_pair_losses(
 
 
 def choose_block_scores(device: torch.device) -> int:
-    """Return the maximum number of scores per block: a constant, or less on a GPU with little free memory."""
+    """Return the maximum number of scores in memory: a constant per device type, or less if GPU memory is scarce."""
     scores = MAX_SCORES_PER_BLOCK[device.type]
     if device.type == "cuda":
         scores = min(scores, torch.cuda.mem_get_info(device)[0] // FREE_BYTES_PER_SCORE)
@@ -230,7 +230,7 @@ def share_negatives_across_ranks(model: nn.Module, peers: Peers) -> None:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of equally shaped tensors: [N, ...] → [ranks · N, ...]; gradients are summed over ranks."""
+    """All-gather with gradients: [N, ...] on each rank → [ranks · N, ...]; gradients are summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
@@ -243,7 +243,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Transpose(torch.autograd.Function):
-    """All-to-all: [ranks, ...] with one part for each rank → [ranks, ...] with the part from each rank."""
+    """All-to-all with gradients: [ranks, ...], one part for each rank → [ranks, ...], one part from each rank."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, peers: Peers) -> torch.Tensor:
