@@ -109,7 +109,7 @@ def test_user_retrieval_model_needs_query_and_item_methods():
         ("models_of_mine:Goood", "no attribute 'Goood'; did you mean 'Good"),
         ("broken_models:Good", "no module named 'there_is_no_such_module'"),
         ("models_of_mine:NoModule", "not a subclass of torch.nn.Module"),
-        ("models_of_mine:function", "not a torch.nn.Module"),
+        ("models_of_mine:function", "not a subclass of torch.nn.Module"),
         ("models_of_mine:NoArguments", r"constructor does not accept \(schema, config\)"),
         ("models_of_mine:OtherForward", r"forward does not accept \(dense, pooled\)"),
     ],
