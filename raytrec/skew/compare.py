@@ -92,10 +92,7 @@ class Skew:
             console.print(self._tabulate_columns(rows))
 
     def _tabulate_columns(self, rows: str) -> Table:
-        """Return a table of all measures that differ, and of the measure with the largest psi of each other column.
-
-        `rows` is a text with the numbers of rows and requests, for the title.
-        """
+        """Return a table of all measures that differ, and of the measure with the largest psi of each other column."""
         table = Table("", "column", "measure", "psi", "log", "training", title_justify="left")
         for column in table.columns:  # narrow terminals wrap names and values
             column.no_wrap, column.overflow = column.header in ("", "psi"), "fold"

@@ -83,8 +83,8 @@ class StoredState:
             content: Bytes of the replica.
 
         Returns:
-            Number of rows, ids or values that differ, largest absolute difference (0 for ids, infinite if one of two
-            values is NaN), and a description of each difference.
+            Number of rows, ids or values that differ, largest absolute difference (0 for ids, infinite if a differing
+            value is NaN), and a description of each difference.
         """
         served = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
         if part == "ids":

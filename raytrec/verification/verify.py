@@ -77,10 +77,8 @@ class ReplicaConnection:
                 content = answer.read()
             except (OSError, HTTPException) as error:
                 if self.replica is None:
-                    what = f"the service does not respond: {error}"
-                    raise RunError(
-                        what, where=self._service, do="check the address, and that the service runs"
-                    ) from None
+                    what, do = f"the service does not respond: {error}", "check the address, and that the service runs"
+                    raise RunError(what, where=self._service, do=do) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
                 what = f"the service responds with status {answer.status}"

@@ -125,7 +125,7 @@ class CheckpointManager:
             self.save(again=True)
 
     def _cut_delta(self, last: bool = False) -> dict[str, Any]:
-        """Start to write a delta, the changes since the last delta; return its entry for an index, {} if not set."""
+        """Start to write a delta, the changes since the last one; return its index entry, {} without export.deltas."""
         return self._deltas.cut(self._progress.step, last) if self._deltas is not None else {}
 
     def _confirm(self) -> None:
@@ -195,7 +195,7 @@ class CheckpointManager:
             self._deltas.mark_all()
 
     def finish(self, *, again: bool = False) -> None:
-        """Save the last checkpoint of the run; an error is returned later, by `find_unsaved_error`.
+        """Save the last checkpoint of the run. If the save fails, `find_unsaved_error` returns the error later.
 
         Args:
             again: True to save even if a checkpoint of this step exists, or its save has failed.

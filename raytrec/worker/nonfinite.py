@@ -136,7 +136,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        """Step the optimizer unless the loss of the last forward pass was not finite on at least one rank."""
+        """Step the optimizer if the loss of the last forward pass was finite on all ranks."""
         if self._bad_copy is None or not self._bad_copy.wait():
             super().step(closure)
 
@@ -213,11 +213,11 @@ def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest:
     """
     lower = f"optim.embeddings.lr={config.optim.embeddings.lr / 10:g} optim.dense.lr={config.optim.dense.lr / 10:g}"
     if newest is None:
-        do = f"restart with lower learning rates ({lower}), or set or lower train.max_grad_norm"
+        do = f"restart with lower learning rates ({lower}) or stronger clipping (a lower train.max_grad_norm)"
     else:
         do = (
-            "start a new run from the last checkpoint, which is finite, with lower learning rates; if necessary, set or "
-            f"lower train.max_grad_norm: raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} "
+            "start a new run from the last checkpoint, which is finite, with lower learning rates or stronger clipping "
+            f"(train.max_grad_norm): raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} "
             f"{lower}"
         )
     return NonfiniteStateError(**error.parts | {"do": do})

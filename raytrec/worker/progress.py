@@ -31,13 +31,13 @@ class Progress:
     Attributes:
         step: Number of completed steps; with the steps per epoch, it determines the rows that remain.
         rows: Number of rows in the completed steps, including unreadable rows.
-        trained: Number of rows with a loss, in the windows whose sums have been read.
+        trained: Number of these rows without unreadable rows and skipped steps, in the windows whose sums were read.
         nan_steps: Number of steps skipped because their loss was not finite (train.on_nan: skip).
         window: Sums for the metrics of the current window, the steps since the last report (train.log_every_steps).
         clock: Stopwatch that measures the training time and counts the rows processed in it.
         reported: Metrics of the most recent window whose sums have been read.
         evaluation: Step and metrics of the last evaluation during training (train.eval_every_steps).
-        early_stopping: Best value of the metric so far, its step, and the number of evaluations since that step.
+        early_stopping: "best" value of the metric so far, its "step", and the number of evaluations "since" that step.
         deep_share: Factor by which the deep part was scaled at the end, chosen on held-out rows
             (worker.evaluate.evaluate_shrunk); None if the deep part was not scaled.
     """

@@ -194,7 +194,7 @@ class Step:
         return self.managed is not None and self.managed.steps > self.trained
 
     def drain(self) -> None:
-        """Make the pipeline finish its batches before it takes another one, so that no map is ahead."""
+        """Make the pipeline finish its batches before it takes another one, so that maps and tables match."""
         self._draining = True
 
     def _assign_rows(self, batches: Iterator[Batch]) -> Iterator[Batch]:

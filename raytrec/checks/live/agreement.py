@@ -95,9 +95,9 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits and their order, computed on the tensor's device: int64 scalar.
 
     The hash is Σ bits × a random odd multiplier for the position, mod 2⁶⁴ (vector multiply-shift hashing,
-    Dietzfelbinger 1996). A single differing value always changes the hash, because an odd multiplier has an
-    inverse. Several differing values change the hash with a probability of at least 1 − 2⁻³². A value of 8 bytes
-    is hashed as two values of 4 bytes, so that high bits cannot cancel.
+    Dietzfelbinger 1996). A single differing value of at most 4 bytes always changes the hash, because an odd
+    multiplier has an inverse. Other differences change the hash with a probability of at least 1 − 2⁻³². A value of
+    8 bytes is hashed as two values of 4 bytes, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     bits = flat.view(INTEGER_DTYPES[flat.element_size()])

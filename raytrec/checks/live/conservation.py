@@ -82,7 +82,7 @@ class Conservation(Check):
         return not self._count_lookups(feature) and counts.looked_up[feature] != counts.sent[feature]
 
     def _count_lookups(self, feature: str) -> int:
-        """Return the number of column shards, in each of which an id is looked up once; 0 for replicated tables."""
+        """Return the number of column shards of a feature's table, each of which looks up every id; 0 if replicated."""
         weight = self.run.tables[self.run.schema.sparse[feature].table].weight
         return 0 if weight.replicated else len({shard.columns.start for shard in weight.shards if len(shard.rows)})
 
