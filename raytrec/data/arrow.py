@@ -16,14 +16,16 @@ TEXT_TYPE_IDS = {kind.id for kind in (*TEXT_TYPES, pa.binary(1))}  # binary(1): 
 
 
 class AmbiguousColumnError(KeyError):
-    """Error for a name shared by several columns or fields."""
+    """Error for a name that several columns or fields of a schema have."""
 
     def __init__(self, name: str):
         super().__init__(f"column {name} exists more than once")
 
 
 def find_column(schema: pa.Schema, name: str) -> Path | None:
-    """Return the path of a column or field, or None if the schema does not contain the name.
+    """Return the path of a column, or of a field such as `user.age`; None if the schema has neither.
+
+    Structs, maps (key, value) and structs in lists have fields. A column that is itself named so has precedence.
 
     Raises:
         AmbiguousColumnError: Several columns or fields have the name.
@@ -44,7 +46,7 @@ def _find_path(fields: list[pa.Field], name: str) -> Path | None:
 
 
 def _child_fields(kind: pa.DataType) -> list[pa.Field]:
-    """Return the fields of a struct, of a map's entries, or of the structs in a list."""
+    """Return the fields of a struct, of a map's entries, or of the structs in a list; [] for other types."""
     if types.is_map(kind):
         return [pa.field("key", kind.key_type), pa.field("value", kind.item_type)]
     if types.is_struct(kind):
@@ -62,9 +64,9 @@ def list_element_type(kind: pa.DataType) -> pa.DataType | None:
 
 
 def leaf_names(schema: pa.Schema) -> list[str]:
-    """Return the names of all columns; structs, lists of structs and maps are replaced by their fields.
+    """Return the names of all columns, where a struct, list of structs or map is replaced by its fields.
 
-    Duplicate names are kept.
+    Fields are named as in `user.age`, at all levels of nesting. Duplicate names are kept.
     """
     return [name for field in schema for name in _leaves(field.name, field.type)]
 
@@ -75,12 +77,12 @@ def _leaves(name: str, kind: pa.DataType) -> list[str]:
 
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
-    """Return the type of the column or field at a path, as returned by `column_at`."""
+    """Return the type of the array that `column_at` returns for a path."""
     return _get_nested(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 
 def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
-    """Return the schema of the table that `pick_columns` returns.
+    """Return the schema of the table that `pick_columns` returns for a table with this schema.
 
     Raises:
         KeyError: A name does not exist or is ambiguous.
@@ -89,21 +91,24 @@ def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
-    """Return an empty table. Unlike pyarrow's empty_table, nested extension types are supported."""
+    """Return a table without rows; unlike pyarrow's empty_table, this function supports nested extension types."""
     return pa.table([pa.nulls(0, field.type) for field in schema], names=schema.names)
 
 
 def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
-    """Return the names of the Parquet columns that `pick_columns` needs for these names.
+    """Return the names to read from Parquet so that `pick_columns` finds these columns and fields, without duplicates.
 
-    Fields of structs are read individually; lists of structs and maps are read as whole columns.
+    Fields of structs are read individually; lists of structs and maps are read as a whole.
+
+    Raises:
+        KeyError: A name does not exist or is ambiguous.
     """
     columns = set(schema.names)
     return list(dict.fromkeys(name if name in columns else _join_struct_path(schema, name) for name in names))
 
 
 def _join_struct_path(schema: pa.Schema, name: str) -> str:
-    """Return the dotted name of the longest leading part of a path that passes only through structs."""
+    """Return the dotted name of a column or field, without the fields inside its first list or map."""
     path = _path(schema, name)
     field = schema.field(path[0])
     parts = [field.name]
@@ -130,12 +135,15 @@ def pick_columns(table: pa.Table, names: list[str]) -> pa.Table:
 def _path(schema: pa.Schema, name: str) -> Path:
     path = find_column(schema, name)
     if path is None:
-        raise KeyError(f"column {name} no longer exists")
+        raise KeyError(f"column {name} does not exist")
     return path
 
 
 def column_at(table: pa.Table, path: Path) -> pa.ChunkedArray:
-    """Return the column or field at a path; values are null where a struct on the path is null."""
+    """Return the column or field at a path, with one value per row; null where a struct on the path is null.
+
+    If the path passes through a list or map, each value is a list; a null list becomes an empty list.
+    """
     column = table.column(path[0])
     if len(path) == 1:
         return column
@@ -161,17 +169,17 @@ def is_list(kind: pa.DataType) -> bool:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Return True if an Arrow type holds text or bytes."""
+    """Return True if an Arrow type is text or bytes; False for dictionary-encoded text, which `plain` resolves."""
     return kind.id in TEXT_TYPE_IDS
 
 
 def is_number(kind: pa.DataType) -> bool:
-    """Return True if an Arrow type holds numbers or booleans."""
+    """Return True if an Arrow type is an integer, float, decimal or boolean type."""
     return types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_decimal(kind)
 
 
 def value_type(kind: pa.DataType) -> pa.DataType:
-    """Return the plain type of a column's values; for lists, the plain type of the elements."""
+    """Return the plain type (`plain`) of a column's values; for lists, the plain type of the elements."""
     inner = list_element_type(plain(kind))
     return plain(kind) if inner is None else plain(inner)
 
@@ -195,7 +203,7 @@ def plain(kind: pa.DataType) -> pa.DataType:
 
 
 def plain_array(array: pa.Array) -> pa.Array:
-    """Return the same values in a type that Arrow's functions and NumPy support.
+    """Return an array of the same values in a type that Arrow's functions and NumPy support.
 
     Dictionary and run-end encodings, string and binary views, extension types, float16, decimal32 and
     decimal64 are converted. Values in lists are not changed.
@@ -218,7 +226,7 @@ def to_plain_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def find_common_type(first: pa.DataType | None, second: pa.DataType) -> pa.DataType | None:
-    """Return a type that holds the values of both types, e.g. int64 for int32 and int64; None if none does."""
+    """Return the type to which Arrow promotes both types, or None if there is none; `second` if `first` is None."""
     if first is None or first == second:
         return second
     schemas = [pa.schema([("x", kind)]) for kind in (first, second)]
@@ -232,7 +240,7 @@ def unnest(array: pa.Array) -> tuple[np.ndarray, pa.Array]:
     """Flatten an array of lists. Scalars count as one-element lists, nulls as empty lists.
 
     Returns:
-        Offsets of the lists, int32 [n + 1], starting at 0, and the values of all lists.
+        Offsets of the n lists, int32 [n + 1], starting at 0; and the values of all lists as a plain array.
     """
     if pa.types.is_list(array.type) and not array.null_count:
         offsets, flat = array.offsets.to_numpy(), array.flatten()
@@ -251,9 +259,9 @@ VERSION_5 = 4  # value of MetadataVersion; messages of earlier versions may name
 
 
 def has_compressed_buffers(stream: bytes | pa.Buffer) -> bool:
-    """Return True if an Arrow IPC stream contains compressed buffers.
+    """Return True if an Arrow IPC stream contains, or may contain, compressed buffers.
 
-    To decompress a buffer, Arrow allocates the uncompressed size that the buffer claims, whatever this size is.
+    Untrusted streams of this kind are not safe to read: Arrow allocates the uncompressed size that a buffer claims.
 
     Raises:
         pa.ArrowException, OSError, struct.error: The bytes are not a valid stream.

@@ -1,4 +1,4 @@
-"""Convert canonical rows to batch tensors."""
+"""Convert rows in canonical form (canonical.py) to the tensors of a batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from raytrec.data.row_slices import JoinedRows, Rows
 
 @dataclass(frozen=True)
 class Bags:
-    """Ids of B rows in the layout of a KeyedJaggedTensor: all rows of the first feature, then of the second, etc.
+    """Bags of B rows in the layout of a KeyedJaggedTensor: all rows of the first feature, then of the second, etc.
+
+    A bag contains the ids of one feature in one row.
 
     Attributes:
         keys: Names of the F features.
         ids: Ids, int64 [N].
         weights: Weight of each id, float32 [N]; None if no feature has weights.
         lengths: Number of ids in each row of each feature, int32 [F · B].
-        counts: Total number of ids of each feature, [F].
+        counts: Total number of ids of each feature, a list of F integers.
         rows: Number of rows, B.
     """
 
@@ -37,7 +39,7 @@ class Bags:
 
 @dataclass(frozen=True)
 class AssembledTensors:
-    """Tensors of assembled rows. Fields except `bags` are described under the same names in `Batch`."""
+    """Tensors of assembled rows. `batch.Batch` describes the fields other than `bags` under the same names."""
 
     dense: torch.Tensor
     bags: Bags
@@ -57,12 +59,13 @@ class Assembler:
 
     Args:
         form: Resolved read plan of the rows.
-        features: Features of the run; their schema defines the keys of the bags and their order. Columns
-            missing from the form's schema are empty or 0. Default: the features of a model that reads no
-            sequence id by id.
+        features: Features of the run; their schema defines the keys of the bags and their order. Features
+            missing from the form's schema have empty bags, and missing dense columns are 0. Default: the
+            features of a model that reads no sequence id by id.
         pin_memory: True to allocate page-locked memory, from which a GPU copies asynchronously.
         part: (rank, number of ranks). Each feature in ResolvedReadPlan.full_vocabulary_features gets this
-            rank's share of all ids; together, the ranks have every id once. None: these features have no ids.
+            rank's share of all ids; the batches of all ranks together contain every id once. None: these
+            features have no ids.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class Assembler:
         }
 
     def assemble(self, pieces: list[Rows], padded_rows: int) -> AssembledTensors:
-        """Return tensors of `padded_rows` rows: the pieces' rows, then padding. Skipped rows have weight 0."""
+        """Return tensors of `padded_rows` rows: all rows of the row slices `pieces` in order, then padding.
+
+        Padding and skipped rows (data.on_error: skip) have weight 0.
+        """
         batch = JoinedRows(pieces)
         matrices = {name: self._matrix(name, batch, padded_rows) for name in self._matrices}
         weights, values = self._allocate(padded_rows, torch.float32)
@@ -113,9 +119,10 @@ class Assembler:
         )
 
     def _candidate_tensors(self, batch: JoinedRows) -> dict[str, torch.Tensor | None]:
-        """Return the tensors of candidates: requests, labels, dense_of_candidates and task_weights.
+        """Return the fields of AssembledTensors with one row per candidate, by name.
 
-        task_weights is None if every row has weight 1 in every task.
+        The fields are requests, labels, dense_of_candidates and task_weights. task_weights is None if every
+        candidate has weight 1 in every task.
         """
         rows, widths = batch.rows, self._form.of_candidates
         counts = batch.lengths(f"ids.{self._candidate_feature}") if rows else np.zeros(0, np.int32)
@@ -133,9 +140,9 @@ class Assembler:
         return tensors
 
     def _matrix(self, name: str, batch: JoinedRows, padded_rows: int) -> torch.Tensor | None:
-        """Return a matrix of all rows, padded with 0; all 0 if the rows do not contain the matrix.
+        """Return the tensor of a field of AssembledTensors, a key of `_matrices`, padded with rows of 0.
 
-        The result is None if the Batch has no such matrix.
+        All rows are 0 if the rows do not contain the field. The result is None if batches have no such field.
         """
         if self._matrices[name] is None:
             return None
@@ -152,7 +159,7 @@ class Assembler:
         return tensor
 
     def _reserved(self, pieces: list[Rows], present: np.ndarray | None) -> pa.Table:
-        """Return the reserved columns of all present rows, copied to contiguous memory."""
+        """Return the reserved columns of all rows that are not skipped, with combined chunks."""
         if not pieces:
             types = self._form.types
             return pa.schema([(n, types.get(n, pa.null())) for n in self._form.plan.reserved.columns]).empty_table()
@@ -171,8 +178,8 @@ class Assembler:
     def _sum_change_counts(self, batch: JoinedRows) -> torch.Tensor | None:
         """Return the number of ids brought into range and the number of all ids, int64 [2, sparse features].
 
-        The features are those of the read plan. The counts are sums over the batch's rows. The result is None
-        if no table accepts out-of-range ids.
+        The features are those of the read plan. The result is the sum of the `changed` lists of the rows
+        (canonical.py), or None if no table accepts out-of-range ids.
         """
         if not self._form.accepts_out_of_range_ids:
             return None
@@ -188,7 +195,7 @@ class Assembler:
         Args:
             batch: Rows of the batch.
             padded_rows: Number of rows including padding.
-            side_features: Mapping that receives the side features of sequences.
+            side_features: Sequence → its side features; filled by this method if there are rows.
         """
         rows = batch.rows
         flat, lengths = self._allocate(len(self._keys) * padded_rows, torch.int32)
@@ -245,7 +252,7 @@ class Assembler:
         )
 
     def _replace_with_all_ids(self, bags: Bags) -> Bags:
-        """Return bags in which each full-vocabulary feature contains this rank's share of all ids."""
+        """Return bags in which each full-vocabulary feature contains this rank's share of all ids (see `part`)."""
         if self._part is None or not self._form.full_vocabulary_features:
             return bags
         (rank, world), rows, counts = self._part, bags.rows, list(bags.counts)
@@ -265,7 +272,7 @@ class Assembler:
         return replace(bags, ids=all_ids, weights=weights, counts=counts)
 
     def _concatenate(self, parts: list[np.ndarray], dtype: torch.dtype, width: int | None = None) -> torch.Tensor:
-        """Return the concatenation of parts of shape [n], or [n, width] if `width` is given."""
+        """Return a tensor that concatenates arrays of shape [n], or [n, width] if `width` is given."""
         size = sum(map(len, parts))
         joined, values = self._allocate(size if width is None else (size, width), dtype)
         if parts:
@@ -281,7 +288,7 @@ def order_recent_first(lengths: np.ndarray, max_ids: int) -> tuple[np.ndarray, n
         max_ids: Maximum number of ids per bag.
 
     Returns:
-        Positions, int64 [N], and the number of ids kept from each bag, int [n].
+        Positions of the N kept ids, bag by bag, int64 [N]; and the number of ids kept from each bag, int [n].
     """
     kept_lengths = np.minimum(lengths, max_ids)
     # The first output of a bag is its last id; the following positions decrease by one within the bag.

@@ -16,13 +16,13 @@ from raytrec.data.row_slices import Rows
 
 
 class NewRows(NamedTuple):
-    """Rows of a managed table to which any rank's batch has assigned new ids.
+    """Table rows to which the batches of one step, on any rank, have assigned new managed ids (`ids: managed`).
 
     Attributes:
-        rows: Table rows, int64 [n].
+        rows: Indexes of the table rows, int64 [n].
         ids: New id of each row, int64 [n].
-        places: Row range [start, stop) of each shard on this rank → positions in `rows` of the shard's rows,
-            int64 [m]. None: the positions have not been computed.
+        places: Range of the table rows in each shard on this rank → positions of these rows in `rows`, int64
+            [m]. None: the positions have not been computed.
     """
 
     rows: torch.Tensor
@@ -34,7 +34,8 @@ class NewRows(NamedTuple):
 class Batch(Pipelineable):
     """One rank's part of a global batch: B rows, some of which may be padding.
 
-    The fields from `changed` to `new_rows` are None if the configuration does not need them.
+    A bag contains the ids of one feature in one row. The fields from `changed` to `new_rows` are None if the
+    configuration does not need them.
 
     Attributes:
         dense: Dense features, float32 [B, number of dense columns].
@@ -44,7 +45,7 @@ class Batch(Pipelineable):
         labels: Labels, float32 [B, number of labels]; rows without a label have a value that the loss accepts.
         weights: 1 for a row, 0 for padding and skipped rows, float32 [B]. Rows with weight 0 have empty bags
             (except in full-vocabulary features) and 0 for all other values.
-        global_rows: Number of rows of the global batch over all ranks, without padding.
+        global_rows: Number of rows of the global batch over all ranks, with skipped rows but without padding.
         step: Index of the step in the run or, for an evaluation, in the evaluation; the first step is 0.
         changed: Number of ids brought into range (clamped or hashed) and number of all ids, int64 [2, sparse
             features]. Counts of a decoded table are in the batch that contains its first row (canonical.py).
@@ -97,11 +98,14 @@ class Batch(Pipelineable):
             self.lengths = self.sparse.lengths()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        """Return a copy of the batch with its tensors on another device."""
+        """Return a copy of the batch whose model inputs are on a device.
+
+        The fields `changed`, `reserved`, `new_rows`, `lengths` and `candidate_counts` are not moved.
+        """
         return self._map_tensors(lambda part: part.to(device, non_blocking=non_blocking))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keep the memory of the batch allocated until a CUDA stream has read the batch's tensors."""
+        """Prevent reuse of the memory of the device tensors until a CUDA stream has finished its queued work."""
         parts = [*self._device_tensors().values(), *(self.side_features or {}).values()]
         for new in (self.new_rows or {}).values():
             parts += [new.rows, new.ids, *(new.places or {}).values()]
@@ -109,11 +113,11 @@ class Batch(Pipelineable):
             part.record_stream(stream)
 
     def pin_memory(self) -> Batch:
-        """Return a copy of the batch in page-locked memory, for asynchronous copies to a GPU."""
+        """Return a copy of the batch whose model inputs are in page-locked memory, for asynchronous copies to a GPU."""
         return self._map_tensors(lambda part: part.pin_memory())
 
     def _device_tensors(self) -> dict[str, torch.Tensor | KeyedJaggedTensor]:
-        """Return the tensors that are copied to a device, by field, except side features and new rows."""
+        """Return the tensors that `to` moves, by field, except side features."""
         names = ["dense", "sparse", "labels", "weights", "task_weights", "keys", "requests", "dense_of_candidates"]
         return {name: part for name in names if (part := getattr(self, name)) is not None}
 
@@ -127,7 +131,10 @@ class Collator(Assembler):
     """Callable that builds one rank's Batch from row slices."""
 
     def __call__(self, pieces: list[Rows], padded_rows: int, global_rows: int, step: int = 0) -> Batch:
-        """Return a Batch of `padded_rows` rows: the pieces' rows, then padding. Skipped rows have weight 0."""
+        """Return a Batch of `padded_rows` rows: all rows of the row slices `pieces` in order, then padding.
+
+        `global_rows` and `step` are fields of the Batch.
+        """
         values = dict(vars(self.assemble(pieces, padded_rows)))
         bags = values.pop("bags")
         sparse = KeyedJaggedTensor(

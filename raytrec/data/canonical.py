@@ -1,4 +1,4 @@
-"""Convert decoded tables to canonical form, a table with few columns. Columns without content are absent.
+"""Convert decoded tables to canonical form, a table with the following columns. Columns not needed are absent.
 
     labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
     dense      fixed_size_list<float32>[dense columns]
@@ -11,12 +11,13 @@
     reserved.NAME  any     values of each reserved column, unchanged
     present    bool      False for skipped rows (column exists only with data.on_error: skip)
     candidates list<float32>  labels, dense columns and task_weights of each candidate (only if rows are
-                         requests; the columns above then hold the values of requests only)
+                         requests; labels and task_weights are then absent, and dense is of requests only)
     changed    list<int32>  number of ids brought into range for each sparse feature, then number of all ids
                          for each. One row contains the counts of its whole decoded table; other rows have
                          empty lists (only if a table accepts ids that are out of range).
 
-int is int32 if every table has at most 2³¹ rows and no managed ids, else int64. Does not import torch.
+A decoded table contains consecutive rows of a row group, after data.transforms. int is int32 if every embedding
+table has at most 2³¹ rows and no managed ids, else int64. Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common.errors import DataError
-from raytrec.config.schema import format_yaml_scalar
+from raytrec.common.formatting import format_count
 from raytrec.data.arrow import is_list, to_plain_array, unnest
 from raytrec.data.column_conversion import (
     SKIP_ADVICE,
@@ -50,12 +51,12 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
     """Return a decoded table in canonical form.
 
     Args:
-        table: Table with the columns of the schema, masks, weights and reserved columns.
+        table: Table with the columns of the schema, masks, sample weights and reserved columns.
         form: Resolved read plan of the rows.
         place: Location of the first row, for error messages.
 
     Raises:
-        DataError: The schema or a task forbids a value.
+        DataError: A value violates the schema or the rules of a task, or cannot be cast to a common type.
     """
     schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 
@@ -87,13 +88,13 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
 
 
 def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> tuple[pa.Table, Place]:
-    """Return labels, task columns and candidates' dense columns with one row per candidate, and their location.
+    """Return a table with one row per candidate of a table of requests, and the location of its first row.
 
-    A column with one value per request is repeated for each candidate of the request.
+    The columns are the labels, the candidates' dense columns, and the tasks' masks and sample weights. A column
+    with one value per request is repeated for each candidate of the request.
 
     Raises:
-        DataError: The lists of a row have different lengths, or a list is null. The error names the file,
-            column and row.
+        DataError: The lists of a request have different lengths, or a list is null.
     """
     schema, offsets, flat, first = form.schema, None, {}, ""
     task_columns = [read.column for read in form.plan.task_columns]
@@ -118,11 +119,10 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
         if mismatch := find_first_length_mismatch(ends, offsets):
             row, length, other_length = mismatch
             raise DataError(
-                f"column '{name}' has {length} values, but column '{first}' has {other_length}",
+                f"column '{name}' has {format_count(length, 'value')}, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or change candidates: [{format_yaml_scalar(first)}, "
-                f"{format_yaml_scalar(name)}, …] in schema.yaml",
+                do=f"correct the data, or the columns under candidates in schema.yaml; or {SKIP_ADVICE}",
             )
         flat[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))
@@ -131,7 +131,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
 
 
 def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, place: Place) -> pa.Array:
-    """Return a reserved column, cast to its common type over all files.
+    """Return a reserved column, cast to its common type over all files if `form.types` contains the type.
 
     Raises:
         DataError: A value cannot be cast to the type.
@@ -144,7 +144,7 @@ def cast_reserved_column(table: pa.Table, name: str, form: ResolvedReadPlan, pla
         return array.cast(kind)
     except pa.ArrowInvalid as error:
         raise DataError(
-            f"cannot cast reserved column '{name}' from {array.type} to {kind}, the type in all files: "
+            f"cannot cast reserved column '{name}' from {array.type} to {kind}, the common type of all files: "
             f"{str(error).splitlines()[0]}",
             where=place.of(name),
             expected=f"values that can be cast to {kind}",
@@ -166,7 +166,7 @@ def build_canonical_table(
     side_features_of: Mapping[str, np.ndarray] | None = None,
     candidates: tuple[np.ndarray, Columns] | None = None,
 ) -> pa.Table:
-    """Return a table in canonical form.
+    """Return a table in canonical form (see this module) from converted columns.
 
     Args:
         form: Resolved read plan of the rows.
@@ -176,7 +176,7 @@ def build_canonical_table(
         lists: (offsets int32 [n + 1] from 0, ids [offsets[n]], weights float32 [offsets[n]] or None) of each
             feature in `form.bags`.
         rows: Number of rows, n.
-        tally: Counts of each feature's ids (ids.ChangeCounts); None: no counts are stored.
+        tally: Counts of each feature's ids (ids.ChangeCounts); None: the lists of `changed` are empty.
         weights_of_tasks: n weights for each task; empty if every row has weight 1 in every task.
         keys: n group keys for each key column.
         reserved: Reserved columns, in the order of the plan.
@@ -254,7 +254,7 @@ def take_rows(table: pa.Table, order: np.ndarray) -> pa.Table:
 
 
 def _to_list_array(columns: Columns, rows: int, dtype: type) -> pa.FixedSizeListArray:
-    """Return columns of n values as an array of n fixed-size lists."""
+    """Return columns of `rows` values each as an array of `rows` fixed-size lists of type `dtype`."""
     packed = np.empty((rows, len(columns)), dtype)
     for i, column in enumerate(columns):
         packed[:, i] = column

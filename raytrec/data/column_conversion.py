@@ -41,7 +41,7 @@ class Place:
     offsets: np.ndarray | None = None
 
     def of(self, column: str, row: int | None = None) -> str:
-        """Return the location of a value as text for messages."""
+        """Return the location of a column, or of its value at index `row` of the table, as text for messages."""
         if row is not None and self.offsets is not None:
             row = make_row_lookup(self.offsets)(row)
         group = "" if self.group is None else f", row group {self.group}"
@@ -57,14 +57,14 @@ def read_numbers(
     is_label: bool = False,
     dtype: type = np.float32,
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return a column of finite numbers, and the mask of the numbers if the column may contain nulls and NaN.
+    """Return a column as finite floats, and a mask of the rows with a number.
 
     Args:
         column: Decoded column.
         name: Column name.
         place: Location of the first row.
         skips_nulls: True to accept nulls and NaN.
-        is_label: True for a label; the error for a null then names the setting that skips nulls.
+        is_label: True for a label; the error for a null then names the task setting that skips nulls.
         dtype: Float type of the result.
 
     Returns:
@@ -115,13 +115,13 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
 
 
 def standardize(values: np.ndarray, mean: float | np.ndarray, std: float | np.ndarray) -> np.ndarray:
-    """Return (x − mean) ÷ std of each number x, computed in float64, as float32; infinite beyond float32's range."""
+    """Return (x − mean) ÷ std of each number x as float32; results beyond float32's range become infinite."""
     with np.errstate(over="ignore"):
         return ((values - mean) / std).astype(np.float32)
 
 
 def signed_log(values: np.ndarray) -> np.ndarray:
-    """Return sign(x) · ln(1 + |x|) for each number x (Scale.log)."""
+    """Return sign(x) · ln(1 + |x|) for each number x, the logarithm of `Scale.log`."""
     return np.sign(values) * np.log1p(np.abs(values))
 
 
@@ -137,33 +137,33 @@ def as_floats(array: pa.Array, dtype: type) -> np.ndarray:
 
 
 def find_first_null(array: pa.Array) -> int | None:
-    """Return the index of the first null; None if there is no null."""
+    """Return the index of the first null in an array, or None if there is no null."""
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
 
 
 def find_first_true(wrong: np.ndarray) -> int | None:
-    """Return the index of the first True; None if all are False."""
+    """Return the index of the first True in a bool array, or None if all values are False."""
     return int(wrong.argmax()) if wrong.any() else None
 
 
 def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
-    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to its row number."""
+    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to the index of its row."""
     if (index := find_first_true(~np.isfinite(values))) is not None:
+        clip = advise_transform("clip", name, low="NUMBER", high="NUMBER")
         raise DataError(
             f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
             expected="finite numbers",
-            do=f"{advise_transform('fill_null', name, value=0)} for NaN, "
-            f"clip or log for values that are too large; or {SKIP_ADVICE}",
+            do=f"{advise_transform('fill_null', name, value=0) if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
         )
 
 
 def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[int, int, int] | None:
-    """Return the first row whose two lists differ in length, and both lengths; None if no row differs.
+    """Return the first row whose two lists differ in length, and the lengths of both lists; None if no row differs.
 
     Args:
         ends: Offsets of a column of lists, int32 [n + 1] from 0.
-        offsets: Offsets of another column of lists.
+        offsets: Offsets of another column of lists, int32 [n + 1] from 0.
     """
     if np.array_equal(ends, offsets):
         return None
@@ -173,12 +173,12 @@ def find_first_length_mismatch(ends: np.ndarray, offsets: np.ndarray) -> tuple[i
 
 
 def make_row_lookup(offsets: np.ndarray) -> Callable[[int], int]:
-    """Return a function from the index of a flat value to its row, for error messages."""
+    """Return a function from the index of a value in flattened lists to the index of its row, given the offsets."""
     return lambda index: int(np.searchsorted(offsets, index, side="right")) - 1
 
 
 def to_float64(array: pa.Array) -> np.ndarray:
-    """Return numbers as float64, and timestamps, dates and durations as seconds in float64; NaN for nulls."""
+    """Return numbers, times as seconds since 1970, or durations as seconds, in float64; NaN for nulls."""
     kind = array.type
     scale: float = 1
     if types.is_timestamp(kind) or types.is_duration(kind):
@@ -196,11 +196,11 @@ LabelValues = tuple[np.ndarray, np.ndarray | None]
 def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place: Place) -> LabelValues:
     """Return the values of a label, and a mask of the rows that have the label (LabelValues).
 
-    In rows without the label, the value is the one nearest to 0 that the losses of the label's tasks allow.
+    In rows without the label, the value is the allowed value nearest to 0.
 
     Raises:
         DataError: A value is infinite, outside the range of the losses, or not a whole number although a loss
-            requires whole numbers; or a value is null or NaN, and such rows are not skipped.
+            requires whole numbers; or a value is null or NaN, and the label's tasks do not skip such rows.
     """
     allowed = form.plan.label_range(name)
     values, is_present = read_numbers(column, name, place, form.plan.skips_nulls(name), is_label=True)
@@ -224,14 +224,14 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
 def task_weights(
     table: pa.Table, labels: dict[str, LabelValues], form: ResolvedReadPlan, place: Place
 ) -> list[np.ndarray]:
-    """Return, for each task, the factor of each row, float32 [n] ≥ 0.
+    """Return, for each task in order, the factor of each row's loss, float32 [n] ≥ 0.
 
     The factor is 0 for rows without a label of the task and for rows that the task's mask or mask_label
     excludes. For other rows, the factor is the sample weight, or 1 if the task has none.
 
     Args:
-        table: Table with the mask and weight columns.
-        labels: Labels of the same rows.
+        table: Table with the masks and sample weights of the tasks.
+        labels: Label → values and mask of the same rows.
         form: Resolved read plan of the rows.
         place: Location of the first row.
 

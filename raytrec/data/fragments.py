@@ -1,4 +1,4 @@
-"""Define datasets as ordered lists of row groups, and scan the footers of a dataset's files."""
+"""Datasets, which are ordered lists of row groups, and the scan of their files' footers."""
 
 from __future__ import annotations
 
@@ -82,16 +82,17 @@ class Dataset:
     """Row groups of a dataset in file order, and facts derived from the files' footers.
 
     Attributes:
-        uri: Names of the dataset's folders, for messages.
+        uri: Names of the dataset's folders, joined by commas, for messages.
         groups: Nonempty row groups in file order, then by index.
         form: Resolved read plan of the rows.
         left_out: Errors of skipped files (data.on_error: skip).
-        suspect_groups: Row groups whose statistics show values that would stop a run (footers.py).
+        suspect_groups: Row groups whose statistics show values that would stop a run (footers.py); () if
+            such rows are skipped.
         empty_tasks: Task → reason, for tasks that use no row according to the footers.
         constant_labels: Label → value, for labels with a single value according to the footers.
         large_columns: Dense column → largest absolute value, for unscaled columns with large values according to the
             footers.
-        text_ids: Kinds of ids in the files.
+        text_ids: Sparse feature → True if its ids are text, False if they are numbers (type_checks.IdKinds).
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
         listing: Files found in the folders, and reasons why other files are skipped.
     """
@@ -109,7 +110,7 @@ class Dataset:
     listing: Listing = field(default_factory=Listing)
 
     def hold_out(self, every: int) -> tuple[Dataset, Dataset | None]:
-        """Split off one row of each block of `every` rows (Split).
+        """Hold out one row of each full block of `every` rows of a row group (Split).
 
         Returns:
             The dataset without the held-out rows, and the dataset of held-out rows. If every row group has
@@ -125,9 +126,9 @@ class Dataset:
         return (part(is_held_out=False), held_out) if held_out.groups else (self, None)
 
     def split_after_first_folder(self, batch_rows: int) -> dict[int, Dataset]:
-        """Return datasets of the folders after the first, keyed by the number of steps before their first row.
+        """Return datasets of the folders after the first, keyed by the index of the step that reads their first row.
 
-        The rows are trained in file order. Folders that begin in the same global batch form one dataset.
+        The rows must be trained in file order. Folders that begin in the same global batch form one dataset.
         Folders that begin in the first global batch are left out.
 
         Args:
@@ -161,16 +162,17 @@ def scan(
     """Read the footers of a dataset's Parquet files, and check every file's columns against the plan.
 
     Args:
-        places: Folders (searched recursively, without hidden files and folders; see list_files) or files.
+        places: A folder or file, or a list of them; see `list_files`.
         plan: Read plan of the run.
         key: Config key that names the folders, for messages.
-        between: First and last partition to read; default: all partitions.
-        declared: Additional columns that must exist and have a type that can be reserved.
+        between: First and last partition to read, both included; default: all partitions.
+        declared: Additional columns that must exist and have a type that can be reserved; they are not read.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
-        trained: Kinds of ids in the training data, which the files must have.
+        trained: Kinds of ids in the training data, which the files must have. None: other files decide.
 
     Raises:
         DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong type.
+            With `skip`, errors of single files are returned in Dataset.left_out instead.
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
@@ -183,7 +185,7 @@ def scan(
 
     def scan_file(file: str) -> _FileFacts | None:
         try:
-            return _look(file, scan_form)
+            return _scan_footer(file, scan_form)
         except DataError as error:
             if not skip:
                 raise
@@ -208,10 +210,10 @@ def scan(
     groups = tuple(group for facts in files for group in facts.groups)
     if not groups:
         raise DataError(
-            "the dataset has no rows",
+            "the dataset has no rows"
+            + (f", because data.on_error=skip skips {format_count(len(left_out), 'file')}" if left_out else ""),
             where=f"{key}={join_folder_names(places)}",
-            expected=f"at least one row in {listing}"
-            + (f"; skipped: {format_count(len(left_out), 'file')} ({left_out[0].what})" if left_out else ""),
+            expected=f"at least one row in {listing}" + (f"; first error: {left_out[0].what}" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
     suspect_groups = () if skip else tuple(group for facts in files for group in facts.suspect_groups)
@@ -230,16 +232,15 @@ class _FileFacts:
 
     Attributes:
         uri: Path or URI of the file.
-        types: Types of the file's key columns and reserved columns.
+        types: Reserved column → its type in the file, after the transforms.
         from_folders: Columns whose values are in folder names instead of the file.
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
-        text_ids: Kinds of ids in the file.
-        suspect_groups: Row groups whose statistics contradict the schema (footers.FooterStatistics).
-        excluded: Task → for each nonempty row group, the reasons why the task uses none of its rows
-            (footers.FooterStatistics).
-        label_bounds: Label → smallest and largest values of row groups (footers.FooterStatistics).
-        large: Dense column → largest absolute value, for unscaled columns with large values.
+        text_ids: Sparse feature → True if its ids in the file are text, False if they are numbers.
+        suspect_groups: Row groups from FooterStatistics.list_suspect_groups.
+        excluded: Result of FooterStatistics.list_exclusions.
+        label_bounds: Result of FooterStatistics.label_bounds.
+        large: Result of FooterStatistics.large_columns.
     """
 
     uri: str
@@ -254,7 +255,7 @@ class _FileFacts:
     large: dict[str, float]
 
 
-def _look(uri: str, form: ResolvedReadPlan) -> _FileFacts:
+def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     metadata, schema = read_footer(uri), form.schema
     arrow = metadata.schema.to_arrow_schema()
     form = replace(form, from_folders=find_folder_columns(arrow, form, uri))
@@ -289,8 +290,8 @@ def _unify_types(
         kinds: Types of folder-name keys (infer_folder_types).
 
     Returns:
-        Column → type; columns that are read from folder names; file → error, for files that are incompatible
-        with other files.
+        Column → type; columns that are read from folder names; path → error, for files that are incompatible
+        with the other files.
     """
     from_folders = frozenset().union(*(file.from_folders for file in files))
     types: dict[str, pa.DataType] = {}
@@ -300,10 +301,10 @@ def _unify_types(
         merged = {n: find_common_type(types.get(n), file.types[n]) for n in names if n not in from_folders}
         if name := next((n for n in from_folders if n not in folder_values), None):
             errors[file.uri] = DataError(
-                f"column '{name}' is missing, but other files are in folders {name}=…",
+                f"column '{name}' is stored in this file, but other files take it from folders {name}=…",
                 where=file.uri,
-                expected=f"all files in folders {name}=VALUE",
-                do=f"move the file into a folder {name}=VALUE, or name another column",
+                expected=f"all files in folders {name}=VALUE, or column '{name}' in all files",
+                do=f"move the file into a folder {name}=VALUE, or write the column to all files",
             )
         elif name := next((n for n, kind in merged.items() if kind is None), None):
             errors[file.uri] = DataError(

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from pyarrow import types
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.config.schema import advise_transform
 from raytrec.config.schema_parts import Sparse, Table
 from raytrec.data.arrow import is_list, is_text, plain_array, to_plain_array, unnest
@@ -30,20 +31,20 @@ from raytrec.data.read_plans import NO_MANAGED_ID
 
 NULL_KEY = -(2**63)  # key of null; all nulls form one group
 
-# Feature → (number of ids brought into range, number of all ids).
+# Sparse feature → (number of ids brought into range by hashing or clamping, number of all ids).
 ChangeCounts = dict[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Sparse feature whose ids are to be read.
+    """Sparse feature of a decoded table, with the settings by which its ids are read.
 
     Attributes:
         name: Name of the feature.
         spec: Definition of the feature in the schema.
         table: Definition of the feature's table in the schema.
-        place: Location of the first row.
-        tally: Mapping that receives the id counts of the feature.
+        place: Location of the table's first row, for messages.
+        tally: Mapping that receives the id counts of the feature when its ids are read.
     """
 
     name: str
@@ -59,9 +60,9 @@ class Feature:
 
 
 def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
-    """Return the ids of a single-id feature, brought into range, [n] of any integer type; `no_id` for nulls.
+    """Return the ids of a feature with at most one id per row, [n] of any integer type; `no_id` for nulls.
 
-    Whole floats are accepted as ids, and NaN as null, because pandas writes integers with nulls as floats.
+    Ids out of range are hashed or clamped if their table allows it. Whole floats are accepted as ids, NaN as null.
 
     Raises:
         DataError: The column contains lists, or an id is fractional, or out of range and rejected by its table.
@@ -69,10 +70,10 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
     array = _read_ids(table, feature)
     if is_list(array.type):
         raise DataError(
-            f"feature '{feature.name}' has changed to a column of lists",
+            f"feature '{feature.name}' has lists of ids, but had one id per row when the files were scanned",
             where=feature.place.of(feature.column),
-            expected="one id per row, as in the earlier scan of the files",
-            do="do not modify the files while they are read",
+            expected="the same type as in the scan",
+            do="do not modify files while they are read; let data.transforms return the same types for all tables",
         )
     if array.null_count == 0 and pa.types.is_integer(array.type):
         return _in_range(array.to_numpy(), feature, int)
@@ -83,15 +84,15 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
 
 
 def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the ids of a feature as bags, brought into range, with their weights.
+    """Return the ids of a feature as bags, one bag of ids per row, with their weights.
 
     Returns:
-        Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type; weights, float32 [offsets[n]],
-        or None if the feature has no weights. A null row is an empty bag.
+        Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type, hashed or clamped if out of range;
+        weights, float32 [offsets[n]], or None if the feature has no weights. A null row is an empty bag.
 
     Raises:
-        DataError: A list contains a null, an id is out of range and rejected by its table, or the weights are
-            not one finite number per id.
+        DataError: A list contains a null, an id is fractional, or out of range and rejected by its table, or the
+            weights are not one finite number per id.
     """
     offsets, flat = unnest(_read_ids(table, feature))
     spec, rows = feature.spec, make_row_lookup(offsets)
@@ -100,7 +101,8 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
             f"feature '{feature.name}' contains a null inside a list",
             where=feature.place.of(feature.column, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
-            do=advise_transform("drop_null", feature.column),
+            do=f"{advise_transform('drop_null', feature.column)}; for ids with weights, side features or candidates, "
+            f"{advise_transform('fill_null', feature.column, value='ID')}",
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
@@ -112,10 +114,10 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def _read_ids(table: pa.Table, feature: Feature) -> pa.Array:
-    """Return a column of ids; floats are converted to int64, and NaN to null.
+    """Return a feature's column as a plain array; a column of floats is converted to int64, and NaN to null.
 
     Raises:
-        DataError: A value has a fraction, or is too large to be an exact integer.
+        DataError: A float has a fraction, or its magnitude is 2**53 or more.
     """
     array = to_plain_array(table[feature.column])
     if not pa.types.is_floating(array.type):
@@ -127,7 +129,7 @@ def _read_ids(table: pa.Table, feature: Feature) -> pa.Array:
         raise DataError(
             f"sparse feature '{feature.name}' contains the value {values[row]:.17g}",
             where=feature.place.of(feature.column, row),
-            expected="ids; in a column of floats, whole numbers below 2**53",
+            expected="ids; in a column of floats, whole numbers with a magnitude below 2**53",
             do="list the column under dense; or "
             f"{advise_transform('bucketize', feature.column, boundaries='[…]')}; or {SKIP_ADVICE}",
         )
@@ -144,9 +146,10 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
     if mismatch := find_first_length_mismatch(ends, offsets):
         row, length, ids = mismatch
         raise DataError(
-            f"column '{name}' has {length} values for {ids} ids of feature '{feature.name}'",
+            f"column '{name}' has {format_count(length, 'value')} for {format_count(ids, 'id')} of '{feature.name}'",
             where=feature.place.of(name, row),
             expected="one value per id",
+            do=f"correct the data; or {SKIP_ADVICE}",
         )
     if (index := find_first_null(flat)) is not None:
         raise DataError(
@@ -162,7 +165,7 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
     """Return ids as integers in range; text is hashed to table rows, or to 64 bits if ids are managed.
 
     Args:
-        flat: Ids of all rows.
+        flat: Ids of all rows, integers or text without nulls.
         feature: Feature to which the ids belong.
         rows: Function from a position in `flat` to its row, for error messages.
     """
@@ -178,7 +181,7 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
 
 
 def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Bring ids into [0, table.rows) as table.out_of_range requires, and count them in the feature's tally.
+    """Return ids in [0, table.rows), clamped or hashed by table.out_of_range, and count them in the feature's tally.
 
     Managed ids are cast to int64; NO_MANAGED_ID is replaced by the next larger integer.
 
@@ -223,7 +226,7 @@ def _all_below(ids: np.ndarray, rows: int) -> bool:
 
 
 def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.ndarray:
-    """Return the side features of each id of a sequence, float64 [N, side features]; times are in seconds.
+    """Return the side features of each id of a sequence, float64 [N, side features]; times in seconds (to_float64).
 
     Args:
         table: Decoded table.
@@ -231,7 +234,7 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
         offsets: Offsets of the sequence's ids, int32 [n + 1] from 0.
 
     Raises:
-        DataError: A row's numbers of values and ids differ, or a value is null, NaN or infinite.
+        DataError: A row does not have one value per id, or a value is null, NaN or infinite.
     """
     names = feature.spec.side_features
     values = np.empty((int(offsets[-1]), len(names)))
@@ -242,12 +245,12 @@ def side_features(table: pa.Table, feature: Feature, offsets: np.ndarray) -> np.
 
 
 def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
-    """Hash integers [n] of any type to rows, int64 [n] in [0, rows)."""
+    """Return a hash of each integer in an array [n] of any integer type, int64 [n] in [0, rows)."""
     return (hash_bits(ids.astype(np.uint64)) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_bits(values: np.ndarray) -> np.ndarray:
-    """Mix the bits of each value, uint64 [n], with splitmix64 (Steele, Lea, Flood 2014)."""
+    """Return the splitmix64 hash (Steele, Lea, Flood 2014) of each value, uint64 [n]."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -256,12 +259,12 @@ def hash_bits(values: np.ndarray) -> np.ndarray:
 
 
 def hash_text(flat: pa.Array, rows: int) -> np.ndarray:
-    """Hash text or bytes [n] without nulls to rows, int64 [n] in [0, rows)."""
+    """Return a hash of each text or bytes value in an array [n] without nulls, int64 [n] in [0, rows)."""
     return (hash_text_bits(flat) % np.uint64(rows)).astype(np.int64)
 
 
 def hash_text_bits(flat: pa.Array) -> np.ndarray:
-    """Hash text or bytes [n] without nulls to uint64 [n] by SipHash; each distinct value is hashed once."""
+    """Return the SipHash of text or bytes [n] without nulls, uint64 [n]; each distinct value is hashed once."""
     from pandas.util import hash_array
 
     encoded = flat.dictionary_encode()
@@ -271,12 +274,12 @@ def hash_text_bits(flat: pa.Array) -> np.ndarray:
 
 
 def compute_group_keys(array: pa.Array) -> np.ndarray:
-    """Return the group key of each value, int64 [n]; equal values have equal keys.
+    """Return the group key of each value, int64 [n]; equal values of a type have equal keys.
 
-    Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and 0. The key of a date or
-    time is its integer value in its unit. Text (as UTF-8), bytes and decimals (as text) are hashed by
-    SipHash. Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals 0.0. The
-    probability of a collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
+    Null has the key NULL_KEY. Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and
+    0. The key of a date or time is its integer value in its unit. Text (as UTF-8), bytes and decimals (as text)
+    are hashed by SipHash. Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals
+    0.0. The probability of a collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
 
     Raises:
         TypeError: The type of the array is not supported.
@@ -292,10 +295,10 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
 
 
 def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Return the group keys of each row over several columns of values or lists; a null row has no key.
+    """Return the group keys of all values in each row, over several columns; nulls outside lists have no key.
 
     Args:
-        columns: Columns of equal length.
+        columns: Columns of values or lists, of equal length.
         rows: Number of rows; only used if `columns` is empty.
 
     Returns:

@@ -27,14 +27,14 @@ from raytrec.data.transform import Draw, apply_transforms
 ITEMS_AHEAD = 2  # number of items decoded ahead, each in its own thread
 DECODER_NICE = 10  # nice value of the decoding threads
 MAX_LOCATED_BAD_ROWS = 64  # maximum number of bad rows located in a row group; beyond it, whole slices are skipped
-CHECK_BATCH_ROWS = 1 << 16  # number of rows that checks before the run read at a time
+CHECK_BATCH_ROWS = 1 << 16  # number of rows that checks before a run read at a time
 MAX_CHECKED_SUSPECT_GROUPS = 4  # maximum number of suspect row groups that are read before a run
 
 
 def read_items(
     items: Any, form: ResolvedReadPlan, faults: ReadErrorPolicy | None, index: pa.Table
 ) -> Iterator[pa.Table]:
-    """Yield the canonical table of each item of one Ray Data task.
+    """Yield the table of each item of one Ray Data task, as `read_item` returns it.
 
     While an item is checked and yielded, threads decode the next items.
 
@@ -74,13 +74,13 @@ def _get_items(items: Any) -> list[LaneItem]:
 
 
 def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None) -> pa.Table:
-    """Return the rows of an item in canonical form, shuffled if the item has a seed.
+    """Return the rows of an item in canonical form (canonical.py), shuffled if the item has a seed.
 
     The table always has `item.rows` rows.
 
     Raises:
-        DataError: A row group cannot be decoded, or the schema forbids a value. The error names the file, row
-            group, column and row. With `faults.skip`, such rows are marked as not present instead.
+        DataError: A row group cannot be decoded, a transform fails, or a value violates the schema. With
+            `faults.skip`, such rows are empty and marked as not present instead.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 
@@ -88,7 +88,7 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
 def read_in_batches(
     group: RowGroup, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a row group in canonical form, at most CHECK_BATCH_ROWS at a time."""
+    """Yield the rows of a row group as tables of `read_item`, at most CHECK_BATCH_ROWS rows at a time."""
     for first in range(0, group.rows, CHECK_BATCH_ROWS):
         rows = min(CHECK_BATCH_ROWS, group.rows - first)
         part = Part(group.path, group.index, first, rows, split=group.split)
@@ -96,7 +96,7 @@ def read_in_batches(
 
 
 def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataError]:
-    """Return, for each row group of an item, the decoded rows that the item's parts span, or the error."""
+    """Return, for each row group of an item, the decoded rows that the item's parts span, or an error."""
     retain_freed_memory()
     decoded: list[pa.Table | DataError] = []
     for (path, group), parts in _groups(item):
@@ -177,7 +177,8 @@ def _skip_bad_rows(
 ) -> pa.Table:
     """Return a table in canonical form with a column `present`, False for bad rows, which bisection finds.
 
-    `budget` contains the number of bad rows that may still be located; None: MAX_LOCATED_BAD_ROWS.
+    `budget` contains the number of bad rows that may still be located (None: MAX_LOCATED_BAD_ROWS); at 0, all rows
+    of a slice with a bad row are skipped.
     """
     budget = [MAX_LOCATED_BAD_ROWS] if budget is None else budget
     try:

@@ -1,7 +1,8 @@
 """Compute which rows each rank reads at each step.
 
-The order is computed from row-group sizes, seed, epoch, batch_rows, lanes, shuffle and window. The number of
-workers only decides which rank reads which lanes.
+The row groups of an epoch, in file order or a seeded order, form one sequence of rows. The sequence is cut into
+contiguous spans, called lanes. Each global batch takes rows from every lane, and each rank reads some lanes. With
+`shuffle: none`, batches are consecutive rows instead. The order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class LaneItem:
     """Unit of work of a read task: consecutive rows of one lane.
 
     Attributes:
-        lane: Lane to which the rows belong.
+        lane: Index of the lane to which the rows belong; 0 with `shuffle: none`.
         step: First step that uses some of the rows.
         parts: Row ranges to read, in order.
         seed: Seed of the shuffle of the rows; None: the rows stay in order.
@@ -81,6 +82,9 @@ class LaneItem:
 class Order:
     """Order in which an epoch reads the rows of a dataset.
 
+    In the methods, `rows` is the number of rows of the dataset, `step` is counted in the epoch, and `world` is the
+    number of ranks.
+
     Args:
         batch_rows: Number of rows in a global batch (B).
         lanes: Number of contiguous spans of the row order from which every batch is composed (L); at least
@@ -103,25 +107,25 @@ class Order:
 
     @classmethod
     def evaluation(cls, batch_rows: int, lanes: int) -> Order:
-        """Return the order of an evaluation: every row once, lane by lane in file order."""
+        """Return the order of an evaluation, which reads every row once, and the rows of each lane in file order."""
         return cls(batch_rows, lanes, shuffle="groups", permute=False)
 
     def steps(self, rows: int) -> int:
-        """Return the number of steps in an epoch over `rows` rows."""
+        """Return the number of steps in an epoch."""
         full, rest = divmod(rows, self.batch_rows)
         return full + (rest > 0 and not self.drop_last)
 
     def global_rows(self, rows: int, step: int) -> int:
-        """Return the number of rows in the global batch at a step of an epoch over `rows` rows."""
+        """Return the number of rows in the global batch of a step."""
         return min(self.batch_rows, rows - step * self.batch_rows)
 
     def local_rows(self, rows: int, step: int, rank: int, world: int) -> int:
-        """Return the number of rows in a rank's part of the global batch at a step of the epoch."""
+        """Return the number of rows in a rank's part of the global batch of a step, without padding."""
         batch, (low, high) = self.global_rows(rows, step), self.lane_range(rank, world)
         return high * batch // self.lanes - low * batch // self.lanes
 
     def shares(self, rows: int, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return (lane, number of rows taken from the lane at a step) for each lane of a rank.
+        """Return (lane, number of rows that the step takes from the lane) for each lane of a rank.
 
         With `shuffle: none`, all rows of the rank are attributed to lane 0.
         """
@@ -131,7 +135,7 @@ class Order:
         return [(lane, lane_share(batch, lane, self.lanes)) for lane in range(low, high)]
 
     def padded_rows(self, rows: int, step: int, world: int) -> int:
-        """Return the number of rows to which every rank pads its part of a batch: the largest part, at least 1."""
+        """Return the number of rows to which all ranks pad their parts of a batch: the largest part, at least 1."""
         return _largest_part(self.global_rows(rows, step), self.lanes, world)
 
     def lane_range(self, rank: int, world: int) -> tuple[int, int]:
@@ -165,7 +169,7 @@ class Order:
 
 
 class _EpochLayout:
-    """Permuted pieces of an epoch, viewed as one sequence of rows.
+    """Pieces (Order.pieces) of an epoch in reading order, viewed as one sequence of rows.
 
     Attributes:
         ends: End of each piece in the sequence, int64 [pieces].
@@ -210,7 +214,7 @@ class _EpochLayout:
             yield tuple(window)
 
     def lane(self, lane: int, start_step: int) -> list[LaneItem]:
-        """Return the items of one lane from a step to the end of the epoch."""
+        """Return the items of one lane from step `start_step` to the end of the epoch."""
         order = self.order
         per_step = lane_share(order.batch_rows, lane, order.lanes)
         start = self.full * lane_offset(order.batch_rows, lane, order.lanes) + lane_offset(self.tail, lane, order.lanes)
@@ -228,7 +232,7 @@ class _EpochLayout:
         return items
 
     def slices(self, low: int, high: int, start_step: int) -> list[LaneItem]:
-        """Return the items of a rank in file order; each item holds the rank's slices of one piece."""
+        """Return the items of the rank of lanes [low, high) for `shuffle: none`, one for each piece that it reads."""
         order = self.order
         per_piece: dict[int, tuple[int, list[Part]]] = {}  # index of a piece → (first step that uses the piece, parts)
         for step in range(start_step, self.full + (self.tail > 0)):
@@ -248,10 +252,10 @@ def _largest_part(batch: int, lanes: int, world: int) -> int:
 
 
 def lane_offset(rows: int, lane: int, lanes: int) -> int:
-    """Return the offset of a lane's share in a batch of `rows` rows."""
+    """Return the index of a lane's first row in a batch of `rows` rows, given the number of lanes."""
     return lane * rows // lanes
 
 
 def lane_share(rows: int, lane: int, lanes: int) -> int:
-    """Return the number of rows in a lane's share of a batch of `rows` rows."""
+    """Return the number of rows that a lane contributes to a batch of `rows` rows, given the number of lanes."""
     return lane_offset(rows, lane + 1, lanes) - lane_offset(rows, lane, lanes)

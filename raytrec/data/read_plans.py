@@ -1,4 +1,4 @@
-"""Read plan of a run, and its resolved form, which adds facts about the files of a dataset.
+"""Read plan of a run, and its resolved form, which also contains facts about the files of a dataset.
 
 This module does not import torch.
 """
@@ -22,12 +22,12 @@ NO_MANAGED_ID = -(2**63)  # value of a missing managed id
 
 @dataclass(frozen=True)
 class TaskColumn:
-    """Column that a task reads in addition to its label.
+    """Column that a task reads in addition to its labels.
 
     Attributes:
         column: Name of the column.
         role: Use of the column: a mask of 0 and 1, or a weight for each row.
-        named_by: Description of the configuration key that names the column.
+        named_by: Description of the configuration key that names the column, such as "mask of task click".
     """
 
     column: str
@@ -81,7 +81,7 @@ class ReservedColumnSet:
     Args:
         columns: Columns passed through with unchanged values (Batch.reserved).
         keys: Columns by which rows are grouped (groups, items, slices), in the order of Batch.keys.
-        groups: Reserved columns whose values are counted or compared between rows; floats are not allowed.
+        groups: Reserved columns whose values are counted or compared: integers, text, booleans or dates.
         lists: Reserved columns whose values must be lists.
         optional_lists: Reserved columns whose values may be lists.
         named_by: Column → configuration key that names the column, for messages; default:
@@ -107,7 +107,7 @@ class ReadPlan:
 
     Args:
         schema: Schema of the run.
-        transforms: Transforms that are applied to the columns first.
+        transforms: Transforms (data.transforms) that are applied to the columns first.
         tasks: Rules for the rows of each task, in the order of the configuration; (): every row has weight 1.
         reserved: Columns read in addition to those of the schema.
         label_ranges: Label → (smallest, largest) allowed value, or None for any finite number; labels not in
@@ -146,9 +146,9 @@ class ReadPlan:
         return [column for task in self.tasks for column in task.columns] if self.read_labels else []
 
     def named_by(self, column: str) -> str | None:
-        """Return a description of the configuration key that names a column.
+        """Return a description of the configuration key, other than the schema's keys, that names a column.
 
-        The result is None if the schema contains the column or no key names it.
+        The result is None if the schema contains the column, or if no key names the column.
         """
         if column in self.schema.columns:
             return None
@@ -176,8 +176,8 @@ class ResolvedReadPlan:
         lists: Sparse features whose column is a list in some file. These features are bags of any length, as
             are features with weights or side features and candidate features. All other features are single
             (at most one id per row).
-        types: Common type over all files of each reserved column and each column from folder names; default:
-            the type in each file.
+        types: Column → common type over all files, for reserved columns and columns from folder names. Other
+            columns keep the type of each file.
         from_folders: Columns whose values are in folder names such as date=2026-11-07 instead of the files.
     """
 
@@ -193,7 +193,7 @@ class ResolvedReadPlan:
 
     @property
     def folders(self) -> dict[str, pa.DataType | None]:
-        """Return a mapping from column to type, for the columns read from folder names; None: text."""
+        """Return a mapping from each column read from folder names to its type; None stands for text."""
         return {name: self.types.get(name) for name in self.from_folders}
 
     @cached_property
@@ -205,12 +205,12 @@ class ResolvedReadPlan:
 
     @cached_property
     def columns(self) -> list[str]:
-        """Return the columns to read from files or folder names."""
+        """Return the columns to read from files or folder names, before the transforms."""
         return resolve_input_columns(self.plan.transforms, self.columns_after_transforms)
 
     @cached_property
     def trained_columns(self) -> list[str]:
-        """Return the subset of `columns` that affects training."""
+        """Return the columns in `columns` that affect training."""
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
         return resolve_input_columns(
@@ -239,7 +239,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def of_candidates(self) -> tuple[int, int, int]:
-        """Return (number of labels, number of dense columns, number of task weights) of each candidate."""
+        """Return (number of labels, number of dense columns, number of task weights) per candidate."""
         dense = self.schema.select_candidate_names(self.schema.dense)
         return len(self.plan.labels), len(dense), len(self.plan.tasks) * self.plan.has_task_weights
 
@@ -266,7 +266,10 @@ class ResolvedReadPlan:
 
     @cached_property
     def full_vocabulary_features(self) -> dict[str, int]:
-        """Return the number of ids of each feature that contains every id exactly once in each global batch."""
+        """Return the number of ids of each feature that contains every id once in each global training batch.
+
+        The transform `sample` with `count: all` writes these features.
+        """
         samples = (transform for transform in self.plan.transforms if isinstance(transform, Sample))
         rows = {sample.column: sample.rows for sample in samples if sample.count == "all"}
         columns = {name: self.schema.get_ids_column(name) for name in self.schema.sparse}

@@ -22,10 +22,10 @@ CLOSE_INTERVAL_S = 0.1  # interval at which a waiting exchange checks whether it
 
 
 class RowExchange:
-    """Exchange that moves the rows of a global batch to the ranks that `assign_rows` selects.
+    """Collective that moves the rows of a global batch to the ranks that `assign_rows` selects.
 
     All ranks must construct the exchange together, in their main threads. The threads of the training stream
-    call it. The assignment depends only on the global batch, so a resumed run computes the same one. No rank
+    call `exchange`. The assignment depends only on the global batch, so a resumed run computes the same one. No rank
     gets more rows than the padded number, so the padding does not change.
 
     Args:
@@ -44,7 +44,7 @@ class RowExchange:
 
     @property
     def is_waiting(self) -> bool:
-        """Return True while this rank waits for other ranks."""
+        """Return True while a thread of this rank waits for other ranks in `exchange`."""
         return bool(self._waiting)
 
     def exchange(self, pieces: list[Rows], max_rows: int, epoch: int, is_closed: Callable[[], bool]) -> list[Rows]:
@@ -57,7 +57,7 @@ class RowExchange:
             is_closed: Function that returns True if the stream has been closed.
 
         Raises:
-            RuntimeError: The stream has been closed, or another rank has ended.
+            RuntimeError: The stream has been closed, or a collective failed, e.g. because another rank has ended.
         """
         own_costs, costs = torch.full((max_rows,), -1), torch.empty(self._world * max_rows, dtype=torch.int64)
         joined, rows = JoinedRows(pieces), sum(map(len, pieces))
@@ -82,7 +82,7 @@ class RowExchange:
         return [Rows.of(batch) for table in tables for batch in table.to_batches()]
 
     def _wait(self, is_closed: Callable[[], bool], collective: Callable, epoch: int, *arguments: object) -> None:
-        """Run a collective of one epoch until it has completed or the stream is closed."""
+        """Run a collective in the process group of an epoch; raise RuntimeError if the stream is closed meanwhile."""
         work = collective(*arguments, group=self._groups[epoch % 2], async_op=True)
         self._waiting.add(epoch)
         try:
@@ -97,13 +97,13 @@ class RowExchange:
 
 
 def assign_rows(costs: np.ndarray, ranks: int, max_rows: int) -> np.ndarray:
-    """Assign rows to ranks so that the ranks' sums of costs are balanced; return the rank of each row, int64 [n].
+    """Assign rows to ranks so that the ranks' sums of costs are nearly equal; return each row's rank, int64 [n].
 
     In order of decreasing cost, each row is assigned to the rank with the smallest sum among the ranks that
     have fewer than `max_rows` rows (Graham's rule of the longest processing time).
 
     Args:
-        costs: Cost of each row, int64 [n].
+        costs: Cost of each row, int64 [n], n ≤ ranks · max_rows.
         ranks: Number of ranks.
         max_rows: Maximum number of rows per rank.
     """

@@ -23,14 +23,15 @@ class Chunk:
     Attributes:
         matrices: Name → array [n, columns]: labels, dense, ids, task_weights, keys, and lengths, int32 [n,
             list columns].
-        lists: Name of a list column (ids.NAME, weights.NAME, candidates, changed, …) → index in `values`.
+        lists: Name of a list column (ids.NAME, weights.NAME, candidates, changed, …) → its index in `values` and
+            among the columns of `lengths` and `offsets`.
         values: Flat values of each list column.
-        offsets: Offsets of the list columns, int32 [n + 1, list columns]. The offsets of a row are adjacent
-            in memory, which speeds up small slices.
+        offsets: Offsets of the rows' lists in `values`, int32 [n + 1, list columns]. The offsets of a row are
+            adjacent in memory, which speeds up small slices.
         present: True for rows that are not skipped, bool [n]; None: no row is skipped.
         reserved: Reserved columns, with the prefix removed from their names; None: there are no reserved
             columns.
-        batch: Record batch that the arrays view; None: the arrays are not views of a record batch.
+        batch: Record batch in canonical form that the arrays view; None: there is no record batch.
     """
 
     matrices: dict[str, np.ndarray]
@@ -81,15 +82,15 @@ class Rows:
         return Rows(self.chunk, self.first + start, self.first + stop)
 
     def matrix(self, name: str) -> np.ndarray:
-        """Return the slice's rows of a matrix, [rows, columns]."""
+        """Return the slice's rows of a matrix (Chunk.matrices), [rows, columns]."""
         return self.chunk.matrices[name][self.first : self.last]
 
     def to_batch(self) -> pa.RecordBatch:
-        """Return the slice's rows in canonical form."""
+        """Return the slice's rows as a record batch in canonical form, without copying."""
         return self.chunk.batch.slice(self.first, self.last - self.first)
 
     def reserved(self) -> pa.RecordBatch:
-        """Return the slice's rows of the reserved columns."""
+        """Return the slice's rows of the reserved columns, without copying."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
@@ -127,7 +128,7 @@ class JoinedRows:
         return np.concatenate([p.chunk.present[p.first : p.last] for p in self._pieces])
 
     def values(self, name: str) -> list[np.ndarray]:
-        """Return the flat values of a list column, one array per slice."""
+        """Return the flat values of a list column (a key of Chunk.lists), one array per slice."""
         return [values[self._places[name]] for values in self._values]
 
     def lengths(self, name: str) -> np.ndarray:
@@ -136,14 +137,14 @@ class JoinedRows:
 
 
 class LaneQueues:
-    """Queues of rows that have been read but not yet taken, one for each lane.
+    """Queues of rows that have been read but not yet taken, one for each lane (order.py).
 
     Args:
         items: Items in the order in which they are read.
-        tables: Rows of the items in this order; the boundaries of tables and items may differ.
+        tables: Rows of the items in this order, in canonical form; tables and items may begin at different rows.
 
     Attributes:
-        due: Number of rows still to be read.
+        due: Number of rows not yet received from `tables`.
     """
 
     def __init__(self, items: list[LaneItem], tables: Iterator[pa.Table]):
@@ -153,7 +154,7 @@ class LaneQueues:
         self._lane, self._left = 0, 0  # lane of the item that is being received, and number of its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """Yield slices that together contain the next `count` rows of a lane."""
+        """Yield slices that together contain the next `count` rows of a lane; read tables until they are available."""
         queue = self._lanes.setdefault(lane, deque())
         while count:
             while not queue:

@@ -1,4 +1,4 @@
-"""Stream of one rank's batches from a dataset, read by Ray Data."""
+"""Stream of one rank's batches from a dataset that Ray Data reads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ class Stream:
         pin_memory: True to put batches in page-locked memory, which allows copies to the GPU during
             computation.
         features: Features of the run; see Collator.
-        train: True if batches are used for training; only then are full-vocabulary features filled.
+        train: True if batches are used for training. Otherwise, features that contain all ids of their table in
+            training (ResolvedReadPlan.full_vocabulary_features) are empty.
         exchange: Exchange of each batch's rows between ranks (data.balance); None: ranks train on the rows that
             they read.
     """
@@ -87,13 +88,15 @@ class Stream:
         requested.
 
         Raises:
-            DataError: A read task failed; raised by the iterator.
+            DataError: Rows cannot be read or violate the schema, and are not skipped; raised by the iterator.
         """
         device = torch.cuda.current_device() if self.pin_memory else None
         return PrefetchIterator(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
-        """Return an iterator over the batches of epochs 0 to count - 1. Reading starts immediately.
+        """Return an iterator over the batches of epochs 0 to count - 1.
+
+        The first epoch is read immediately, and each later epoch as soon as all rows of its predecessor are read.
 
         Args:
             count: Number of epochs.
@@ -103,10 +106,6 @@ class Stream:
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
 
     def _chain(self, current: PrefetchIterator | None, epoch: int, count: int) -> Iterator[Batch]:
-        """Yield the batches of all epochs; an epoch is read as soon as the previous one has been read.
-
-        All rows of an epoch have been read long before the model is trained on its last batch.
-        """
         next_epoch = None
         try:
             while current is not None:
@@ -144,7 +143,7 @@ class Stream:
             yield collate(pieces, padded, self.order.global_rows(rows, step), epoch * self.order.steps(rows) + step)
 
     def _tables(self, items: list[LaneItem]) -> Iterator[pa.Table]:
-        """Yield the items' rows in order; a table may contain several items or only part of an item."""
+        """Yield the items' rows in canonical form, in order; a table may contain several items or part of an item."""
         import ray.data
 
         if not items:
@@ -217,7 +216,7 @@ class PrefetchIterator:
         return self._stop.is_set()
 
     def close(self) -> None:
-        """Stop the thread and drop the batches that it has prepared."""
+        """Stop the thread and wait for its end; the iterator then returns no more batches."""
         self._stop.set()
         while self._thread.is_alive():
             self._thread.join(0.05)
@@ -246,7 +245,7 @@ class PrefetchIterator:
 
 
 def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
-    """Return the Ray options for one read task.
+    """Return the remote options of Ray for one read task, which contain its scheduling strategy.
 
     If a cluster has nodes with and without GPUs, the CPUs of GPU nodes are primarily reserved for training.
     The task is assigned to a node without GPUs, drawn at random. The nodes are weighted by their number of

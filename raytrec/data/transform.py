@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.common.registry import load_code
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_list, is_text, to_plain_array, unnest, value_type
@@ -29,7 +30,7 @@ _load_function = lru_cache(load_code)
 
 @dataclass(frozen=True)
 class Draw:
-    """Seed for the ids that a transform draws for the rows of a table.
+    """Seed for the ids that the transform `sample` draws for the rows of a table.
 
     Attributes:
         key: (run.seed, epoch); () for evaluations and predictions, which draw the same ids in every run.
@@ -53,7 +54,7 @@ def apply_transforms(
         draw: Seed for drawn ids; default: the seed of evaluations.
 
     Raises:
-        DataError: A transform failed; the error names the transform.
+        DataError: A transform failed, returned another number of rows, or did not return a table.
     """
     for number, transform in enumerate(transforms):
         try:
@@ -64,20 +65,22 @@ def apply_transforms(
             message = (str(error).splitlines() or [""])[0]
             is_unexpected = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
             kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
-            raise _transform_error(number, transform, where, f"{kind}{message}") from error
+            raise _transform_error(number, transform, where, f"{kind}{message}", None) from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
-            returned = f"{after.num_rows} rows, not {table.num_rows}" if isinstance(after, pa.Table) else type(after)
-            raise _transform_error(number, transform, where, f"it returned {returned}")
+            rows = isinstance(after, pa.Table) and f"{format_count(after.num_rows, 'row')}, not {table.num_rows:,}"
+            why = f"it returned {rows or f'an object of type {type(after).__name__}'}"
+            expected = "a pyarrow.Table with the same number of rows, in the same order"
+            raise _transform_error(number, transform, where, why, expected)
         table = after
     return table
 
 
-def _transform_error(number: int, transform: Any, where: str, why: str) -> DataError:
+def _transform_error(number: int, transform: Any, where: str, why: str, expected: str | None) -> DataError:
     return DataError(
         f"data.transforms[{number}] ({transform.do}) failed: {why}",
         where=where,
-        expected="a table with the same number of rows, in the same order",
-        do="correct the transform's settings, or the column",
+        expected=expected,
+        do=f"correct the {'function' if isinstance(transform, t.Python) else 'settings of the transform'}, or the data",
     )
 
 
@@ -99,7 +102,7 @@ def _apply(transform: t.Transform, table: pa.Table, folder: str | None, draw: Dr
 
 
 def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) -> pa.Table:
-    """Return a table with columns added; existing columns of the same names are replaced."""
+    """Return a table with `columns` added under `names`; existing columns of these names are replaced."""
     for target, column in zip(names, columns, strict=True):
         if target in table.column_names:
             table = table.set_column(table.column_names.index(target), target, column)
@@ -129,7 +132,7 @@ def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
 
 
 def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Apply a function to an array, or to the values inside the array's lists."""
+    """Return the result of a function on an array, or on the values in its lists; nulls in the lists are removed."""
     if not is_list(array.type):
         return on_values(array)
     offsets, flat = unnest(array)
@@ -142,7 +145,10 @@ def _map_list_values(array: pa.Array, on_values: Callable[[pa.Array], pa.Array])
 
 
 def _read_sample_vocabulary(spec: t.Sample, table: pa.Table) -> pa.Array | None:
-    """Return the vocabulary to draw from, in the type of the first excluded column whose type is not null."""
+    """Return the vocabulary to draw from, cast to the type of the first excluded column whose type is not null.
+
+    Integers are cast to int64. The result is None if the transform sets no vocabulary.
+    """
     if spec.vocabulary is None:
         return None
     kinds = (value_type(table.schema.field(name).type) for name in spec.exclude)
@@ -166,11 +172,11 @@ def sample(
         vocabulary_values: Vocabulary; None: ids are drawn from [0, rows).
 
     Returns:
-        Lists of the ids drawn for each row. With `frequency` and `log_share`, also the natural logarithm of
-        the ratio of each id's probability (without exclusions) to the uniform probability.
+        An array with the list of ids drawn for each row. With `frequency` and `log_share`, also an array with the
+        natural logarithm of the ratio of each id's probability (without exclusions) to the uniform probability.
 
     Raises:
-        DataError: The type of an excluded column differs from that of the drawn ids.
+        DataError: The ids in an excluded column and the drawn ids have different types.
     """
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]
@@ -203,7 +209,7 @@ def sample(
 def _excluded(spec: t.Sample, table: pa.Table, id_count: int, vocab: pa.Array | None) -> tuple[np.ndarray, np.ndarray]:
     """Return (rows int64 [N], ascending; ids int64 [N]) for all excluded ids that could be drawn.
 
-    Ids of a vocabulary are returned as positions in the vocabulary.
+    The ids are positions in the vocabulary if there is one.
     """
     owners, ids = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for name in spec.exclude:
@@ -218,7 +224,7 @@ def _excluded(spec: t.Sample, table: pa.Table, id_count: int, vocab: pa.Array | 
 
 
 def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
-    """Return ids as int64; for a vocabulary, positions in the vocabulary, null for unknown ids."""
+    """Return ids as int64; if there is a vocabulary, positions in the vocabulary, and null for unknown ids."""
     if pa.types.is_null(ids.type) or (vocab is None and pa.types.is_integer(ids.type)):
         return ids.cast(pa.int64(), safe=False)
     if vocab is not None and (is_text if is_text(vocab.type) else pa.types.is_integer)(ids.type):
@@ -242,8 +248,9 @@ def _to_allowed_ids(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Convert random bits to ids, leaving out the excluded ids of each row.
 
-    Each excluded id eᵢ of a row, e₀ < e₁ < …, occupies the part [bᵢ, bᵢ + mᵢ) of [0, total). The u-th number
-    outside these parts is u plus the sizes of all parts with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
+    Each id occupies a part of [0, total), whose size is proportional to the id's probability. Let [bᵢ, bᵢ + mᵢ)
+    be the parts of a row's excluded ids e₀ < e₁ < …. The u-th number outside these parts is u plus the sizes of all
+    parts with bᵢ − (m₀ + … + mᵢ₋₁) ≤ u.
 
     Args:
         bits: Random bits, uint64 [n, count].

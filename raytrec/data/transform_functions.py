@@ -36,7 +36,7 @@ SECONDS = {"seconds": 1, "minutes": 60, "hours": 3600, "days": 86400}
 
 
 def register_transform(kind: type) -> Callable[[Callable[..., pa.Array]], Callable[..., pa.Array]]:
-    """Return a decorator that registers a function in VALUE_FUNCTIONS as the function of a transform class."""
+    """Return a decorator that enters a function in VALUE_FUNCTIONS under a transform class of config/transforms.py."""
     return lambda function: VALUE_FUNCTIONS.setdefault(kind, function)
 
 
@@ -48,7 +48,7 @@ def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
 
 
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
-    """Return the value of a setting as a scalar of a column's type.
+    """Return the value of a transform's setting as a scalar of a column's type.
 
     Decimals are converted from text, because pyarrow's cast from integers requires a precision that fits any
     integer.
@@ -135,7 +135,8 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), as int64 [ids + 1].
 
-    The size of a part is proportional to frequency ** power.
+    The size of a part is proportional to frequency ** power, where `column` of the Parquet file `uri` contains the
+    frequency of each id. An id is the index of a row of the file.
 
     Raises:
         ValueError: A frequency is negative, null or NaN, or the sum of all frequencies is zero or infinite.
@@ -214,7 +215,7 @@ def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Arra
         until: End time for each value; None: `spec.until`.
 
     Raises:
-        TypeError: `array` contains times, but no end time is given or `until` has a different length.
+        TypeError: No end time is given, `until` has a different length, or a type is not supported (to_timestamps).
     """
     if types.is_duration(array.type):
         seconds = to_float64(array)
@@ -229,14 +230,15 @@ def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Arra
 
 
 def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
-    """Convert timestamps, dates, ISO text or numbers to timestamps; times without a zone are treated as UTC.
+    """Return times as timestamps; times without a zone are treated as UTC, and infinite numbers and NaN as null.
 
     Args:
-        array: Times of any of these types.
+        array: Timestamps, dates, ISO text or numbers.
         since_1970: Unit of numbers: s, ms, us or ns; None: numbers raise an error.
 
     Raises:
-        TypeError: The type is not a time, or the unit of numbers is missing.
+        TypeError: The type is not supported, or the unit of numbers is missing.
+        pyarrow.ArrowInvalid: A text is not an ISO time.
     """
     kind = array.type
     if types.is_timestamp(kind):

@@ -1,4 +1,4 @@
-"""Check that the columns of a dataset's files exist, and have types that fit the schema and other files."""
+"""Check that the columns of a dataset's files exist, and that their types fit the schema and the other files."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ CONVERSION_ADVICE = "leave the column out, or convert it to numbers with {do: 'm
 def check_present(
     arrow: pa.Schema, columns: list[str], where: str, form: ResolvedReadPlan, fields: bool = True
 ) -> None:
-    """Check that each column exists and is unambiguous.
+    """Check that each required column exists in a file, and that its name is unambiguous.
 
     Args:
         arrow: Schema of a file.
         columns: Names of the required columns.
         where: Path or URI of the file, for messages.
-        form: Resolved read plan; supplies the configuration keys and folder columns named in messages.
-        fields: True if struct fields are accepted as columns.
+        form: Resolved read plan, from which messages take configuration keys and the names of folder columns.
+        fields: True if a struct field such as `user.age` is accepted as a column.
 
     Raises:
-        DataError: A column is missing (the message suggests a similar name), or a name is ambiguous.
+        DataError: A column is missing (the message suggests a similar name), or several columns have its name.
     """
     for column in columns:
         try:
@@ -63,24 +63,28 @@ def check_present(
         if path is None:
             available = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
             near, key = find_similar_word(column, available), form.plan.named_by(column)
-            required = f"columns named by {key or 'the schema and data.transforms'}"
-            place = key or "the schema"
+            place = key or "the schema or data.transforms"
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"{required}, or folders {column}=VALUE; available: {format_names(available)}",
+                expected=f"columns named by {place}, or folders {column}=VALUE; available: {format_names(available)}",
                 do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
             )
 
 
 def format_names(names: list[str]) -> str:
-    """Return column names for a message; long names are cut, and only MAX_NAMES_IN_MESSAGE names are listed."""
+    """Return at most MAX_NAMES_IN_MESSAGE column names joined by commas; long names are truncated."""
     more = f" … and {len(names) - MAX_NAMES_IN_MESSAGE:,} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
     return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
 
 
 def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
-    """Check the types of all columns named by the schema, the tasks and data.reserve_columns.
+    """Check the types of all columns named by the schema, the tasks and the reserved columns of a read plan.
+
+    Args:
+        arrow: Columns of a file, after the transforms.
+        form: Resolved read plan of the rows.
+        uri: Path or URI of the file, for messages.
 
     Raises:
         DataError: A column has a wrong type; the message suggests a transform or another name.
@@ -89,7 +93,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     for name in schema.select_candidate_names([*form.plan.labels, *schema.dense, *schema.sparse]):
         column = schema.get_ids_column(name) if name in schema.sparse else name
         if not is_list(plain(kind := arrow.field(column).type)):
-            what, advice = f"candidate column '{column}'", "remove the column from candidates in schema.yaml"
+            what, advice = f"candidate column '{column}'", f"remove {name} from candidates in schema.yaml"
             expected = "a list in each row, with one value per candidate"
             raise _unsupported_type_error(what, kind, column, uri, expected, advice)
     numbers = [(name, "label", form.plan.skips_nulls(name)) for name in form.plan.labels]
@@ -101,7 +105,8 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         kind = value_type(kind) if column in schema.candidates or in_tasks else kind
         if not is_number(plain(kind)) and not (may_be_null and types.is_null(plain(kind))):
             advice = _advise_number(plain(kind), column, role)
-            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, "one number per row", advice)
+            expected = f"one number per {'candidate' if column in schema.candidates else 'row'}"
+            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, expected, advice)
     for column in form.plan.reserved.names:
         _check_reserved(plain(arrow.field(column).type), column, form.plan.reserved, uri)
     for feature, spec in schema.sparse.items():
@@ -124,18 +129,19 @@ def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str,
 
 
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
-    """Return advice on how to convert a column to numbers."""
-    if is_text(kind) and role == "label":
+    """Return advice on how to convert a column to numbers, given its role (label, dense column, mask, …)."""
+    if is_text(kind) and role in ("label", "mask"):
         return f"{advise_transform('binarize', column, positive='[…]')}, listing the texts that mean 1"
     if is_text(kind):
-        return (
-            f"list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "
-            f"{advise_transform('cast', column, to='float32')}"
-        )
+        sparse = "list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "
+        return (sparse if role == "dense column" else "") + advise_transform("cast", column, to="float32")
     if is_list(kind) or types.is_map(kind):
         requests = f"if a row is a request with a list of candidates, add {column} to candidates in schema.yaml"
-        other = "remove the column" if role == "label" else "list the column under sparse"
-        return _advise_fields(kind, column) or f"{requests}; otherwise, {other}, or transform it to one number"
+        advice = {
+            "label": f"{requests}; otherwise, remove the column",
+            "dense column": f"{requests}; otherwise, list the column under sparse",
+        }.get(role, "name another column")
+        return _advise_fields(kind, column) or f"{advice}, or transform it to one number"
     if types.is_null(kind):
         return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or CONVERSION_ADVICE
@@ -147,7 +153,7 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
     if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
     nesting = " (nested lists)" if is_list(value) else ""
-    text_advice = f"for text, set tables.{table}.out_of_range to hash"
+    text_advice = f"set tables.{table}.out_of_range to hash, or tables.{table}.ids to managed"
     raise DataError(
         f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
@@ -203,7 +209,7 @@ def _check_values_of_ids(kind: pa.DataType, column: str, what: str, uri: str, *,
 
 
 def _advise_time(kind: pa.DataType, column: str) -> str | None:
-    """Return advice on how to convert times to a feature; None for types that are not supported as times."""
+    """Return advice on how to convert times or durations to numbers; None for other types, such as intervals."""
     if types.is_duration(kind):
         return f"{advise_transform('age', column, unit='days')} to convert the durations to numbers"
     if not types.is_temporal(kind) or types.is_interval(kind):
@@ -220,7 +226,7 @@ def _advise_time(kind: pa.DataType, column: str) -> str | None:
 
 
 def _advise_fields(kind: pa.DataType, column: str) -> str | None:
-    """Return advice to use a field of a struct or map column; None for other types."""
+    """Return the advice to use a field of a column that has fields (arrow.leaf_names); None for other columns."""
     fields = leaf_names(pa.schema([(column, kind)]))
     if fields == [column]:
         return None
@@ -233,12 +239,12 @@ def _truncate_type(kind: pa.DataType) -> str:
 
 
 def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) -> dict[str, bool]:
-    """Return the kinds of ids in a file; features without any value are omitted.
+    """Return the kinds of ids (IdKinds) in a file, without features that have no value in the file.
 
     Args:
         arrow: Columns of the file, after the transforms.
         schema: Schema of the run.
-        footer: Statistics of the file.
+        footer: Footer statistics of the file.
     """
     columns = {name: schema.get_ids_column(name) for name in schema.sparse}
     kinds = {name: value_type(arrow.field(column).type) for name, column in columns.items()}
@@ -249,12 +255,12 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
 def compare_id_kinds(
     files: Sequence[tuple[str, int, IdKinds]], trained: IdKinds
 ) -> tuple[dict[str, bool], dict[str, DataError]]:
-    """Return the kinds of ids of a dataset, and file → error for files with another kind.
+    """Return the kinds of ids of a dataset, and a mapping from each file with other kinds to an error.
 
     Args:
         files: (path or URI, number of rows, kinds of ids) of each file.
-        trained: Kinds of ids in the training data, which the files must have; for other features, the kind with the
-            most rows is the kind of the dataset.
+        trained: Kinds of ids in the training data, which the files must have. For features not in the mapping, the
+            kind with the most rows is the kind of the dataset.
     """
     rows = defaultdict[str, Counter[bool]](Counter)
     for _, count, found in files:

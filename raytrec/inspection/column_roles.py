@@ -34,8 +34,8 @@ class Finding:
     Attributes:
         stats: Statistics of the column.
         kind: Role of the column: label, dense, sparse, weights, reserved or skipped.
-        why: Reason for the role.
-        notes: Notes on the column for the user.
+        why: Reason for the role, as text for the user.
+        notes: Notes on the column for the user, such as "3 nulls inside lists".
         transforms: Entries of data.transforms that the column needs.
     """
 
@@ -46,18 +46,19 @@ class Finding:
     transforms: list[dict] = field(default_factory=list)
 
     def add_transform(self, do: str, **settings) -> Finding:
-        """Add a transform for the column, and return the finding."""
+        """Add the transform `do` with its settings for the column to `transforms`, and return this finding."""
         self.transforms.append({"do": do, "columns": [self.stats.name], **settings})
         return self
 
 
 def find_role(s: ColumnStats, labels: list[str], other_labels: bool) -> Finding:
-    """Return the role of a column.
+    """Return the finding for a column that is not reserved.
 
     Args:
         s: Statistics of the column.
-        labels: Names of the columns to predict; []: labels are recognized by name.
-        other_labels: True if some column with a label's name contains only numbers in [0, 1].
+        labels: Names of the columns to predict; []: labels are recognized by name (LABEL_NAMES).
+        other_labels: True if some column with a label's name contains only numbers in [0, 1]; columns with such a
+            name and other values are then skipped.
 
     Raises:
         SchemaError: The column is a label, by `labels` or by its name, but its values cannot be labels.
@@ -75,7 +76,7 @@ def find_reserved(s: ColumnStats) -> Finding:
     """Return the finding for a reserved column, which is kept with its rows and is not a feature.
 
     Raises:
-        SchemaError: The column cannot be reserved.
+        SchemaError: The column is a list, is missing in a file, or has an unsupported type.
     """
     if trouble := s.trouble or s.lacking or (f"it is of type {s.type}" if s.is_list else None):
         raise SchemaError(
@@ -88,7 +89,7 @@ def find_reserved(s: ColumnStats) -> Finding:
 
 
 def has_label_name(name: str) -> bool:
-    """Return True if a name is common for labels (LABEL_NAMES), in upper or lower case."""
+    """Return True if a column name is in LABEL_NAMES, in upper or lower case."""
     return name.lower() in LABEL_NAMES
 
 
@@ -126,7 +127,7 @@ def _feature(s: ColumnStats) -> Finding:
 
 
 def _add_hints(f: Finding) -> Finding:
-    """Add the notes on a column, and the transforms that it needs before training."""
+    """Add the notes on a column to its finding, and the transforms that it needs; return the finding."""
     s = f.stats
     if len(s.types) > 1:
         f.notes.append(f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}")
@@ -153,7 +154,7 @@ def _require_finite_numbers(f: Finding) -> Finding:
 
 
 def fill_weights(f: Finding) -> None:
-    """Add the transforms that make a column's weights finite numbers; nulls and NaN become 0."""
+    """Add the transforms that make the weights in a column of lists finite; nulls and NaN in lists become 0."""
     s = f.stats
     if s.mixed or s.base == "decimal":
         f.add_transform("cast", to="float32")
@@ -164,7 +165,7 @@ def fill_weights(f: Finding) -> None:
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
-    """Return the finding for a label, with a transform to 0 and 1 if values are outside [0, 1] or text."""
+    """Return the finding for a label, with a transform (binarize) if values are text or outside [0, 1]."""
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
@@ -206,7 +207,7 @@ def _label_of_text(f: Finding) -> Finding:
     s = f.stats
     if s.few is None or not 0 < len(s.few) <= MAX_LABEL_VALUES:
         raise SchemaError(
-            f"column '{s.name}' cannot be the label: it contains text with {s.distinct_text} values",
+            f"column '{s.name}' cannot be the label: it contains {s.distinct_text} distinct texts",
             where=s.name,
             expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
             do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
@@ -253,7 +254,7 @@ def _has_id_name(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for numbers such as ages, whose unseen values can be replaced by the nearest known value."""
+    """Return True for a column of few distinct numbers, such as ages, whose name does not end with id."""
     return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 
@@ -274,7 +275,7 @@ def _explain_id(s: ColumnStats) -> str | None:
 
 
 def _find_epoch_unit(s: ColumnStats) -> str | None:
-    """Return the unit in which whole numbers could be times since 1970, or None for other columns."""
+    """Return the unit (a key of TIMES) in which a column's integers could be times since 1970, or None."""
     if s.is_list or not s.is_whole or _has_id_name(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

@@ -1,4 +1,4 @@
-"""Scan the Parquet files of a folder for columns, their common types over all files, and their statistics."""
+"""Scan Parquet files for their columns, the columns' common types over all files, and the columns' statistics."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pyarrow import types as t
 from rich.progress import Progress
 
 from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.formatting import format_count
 from raytrec.common.storage import open_filesystem
 from raytrec.common.terminal import open_console
 from raytrec.data.arrow import (
@@ -51,11 +52,11 @@ class Scan:
     Attributes:
         columns: Statistics of each column.
         rows: Number of rows read from the training data.
-        whole: True if all rows of training, validation and test data were read.
-        inspected_parts: Name → path of validation and test data that were read.
-        skipped_parts: Name → reason for validation and test data that were not read.
+        whole: True if all rows of the training data and of `inspected_parts` were read.
+        inspected_parts: Name (valid, test, …) → path, for validation and test data that were read.
+        skipped_parts: Name → reason, for validation and test data that were not read.
         listing: Files of the training data, and left-out entries with reasons.
-        folders: Keys of key=value folders that apply to all files of the training data.
+        folders: Keys of the key=value folders that contain all files of the training data.
     """
 
     columns: list[ColumnStats]
@@ -73,12 +74,12 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
     Args:
         uri: Folder or file of training data.
         max_rows: Approximate number of rows to read from each of training, validation and test data; None: all.
-        also: Name → path of validation and test data. Data whose files cannot be read, or lack a label of the
-            training data, is skipped.
-        is_label: Predicate on column names, True for labels.
+        also: Name → path of validation and test data. Data whose footers cannot be read, or that lacks a label of
+            the training data, is skipped.
+        is_label: Function that returns True if a column name may be that of a label.
 
     Raises:
-        DataError: The training data contains no files or no rows, or a file is incomplete.
+        DataError: The training data has no files, rows or readable columns, or a file cannot be opened.
     """
     listing = list_files(uri, "inspect")
     footers: dict[str | None, Footers] = {None: {path: read_footer(path) for path in listing.files}}
@@ -91,14 +92,14 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
             not_seen[part] = error.what
             continue
         if missing := labels - _find_common_columns(files):
-            not_seen[part] = f"column {', '.join(sorted(missing))} is missing"
+            not_seen[part] = f"some of its files lack column {' and column '.join(sorted(missing))}"
         else:
             footers[part] = files
     kinds = _infer_folder_columns({path: footer for files in footers.values() for path, footer in files.items()})
     columns = _unify_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
-        raise DataError("the data has no rows", where=uri, expected=f"rows in its {len(footers[None])} Parquet files")
+        raise DataError("the data has no rows", where=uri, expected=f"at least one row in {listing}")
     chosen = {part: _choose_row_groups(of, max_rows) for part, of in groups.items()}
     _read_columns(columns, chosen, footers, kinds, [c for c in columns if c.name in labels])
     rows = sum(rows for *_, rows in chosen[None])
@@ -108,16 +109,16 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
 
 
 def _find_common_columns(footers: Footers) -> set[str]:
-    """Return the columns that all files contain, including the keys of their key=value folders."""
+    """Return the names of columns that all files contain, including the keys of their key=value folders."""
     names = ({*leaf_names(f.schema.to_arrow_schema()), *parse_folder_values(path)} for path, f in footers.items())
     return set.intersection(*names)
 
 
 def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
-    """Return the type of each key of key=value folders that becomes a column.
+    """Return a mapping from each key of key=value folders that becomes a column to its type.
 
-    A key becomes a column if it has several values, neither the key nor all values are times, and at least one
-    file lacks a column of this name.
+    A key becomes a column if it has several values, neither its name nor all values denote times, and at least
+    one file lacks a column of this name.
     """
     folder_values, kinds = collect_folder_values(footers), {}
     if not folder_values:
@@ -132,7 +133,7 @@ def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
 
 
 def _unify_columns(footers: dict[str | None, Footers], kinds: dict[str, pa.DataType]) -> list[ColumnStats]:
-    """Return empty statistics of every column, including struct fields, with types common to all files."""
+    """Return statistics without rows for every column of any file, where structs are replaced by their fields."""
     schemas = []
     for part, files in footers.items():
         for path, footer in files.items():
@@ -144,7 +145,10 @@ def _unify_columns(footers: dict[str | None, Footers], kinds: dict[str, pa.DataT
 
 
 def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]]) -> ColumnStats:
-    """Return empty statistics of a column, given (part, path, schema) for each file."""
+    """Return statistics without rows for a column, with its common type or the reason why it cannot be used.
+
+    `schemas` contains (name of validation or test data, or None for training data; path; schema) for each file.
+    """
     types, missing, ambiguous = {}, {part: [] for part, *_ in schemas}, []
     for part, path, schema in schemas:
         try:
@@ -179,11 +183,11 @@ def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]]) -> Colu
 
 
 def _format_paths(paths: list[str]) -> str:
-    return paths[0] + (f" and {len(paths) - 1:,} other files" if len(paths) > 1 else "")
+    return paths[0] + (f" and {format_count(len(paths) - 1, 'other file')}" if len(paths) > 1 else "")
 
 
 def _unify_types(types: list) -> tuple[str, bool, bool]:
-    """Return the common base type of a column, whether it is a list, and whether values must be cast."""
+    """Return ColumnStats.base for a column's types, True if some types are lists, and True if values must be cast."""
     kinds = [_base_type(kind) for kind in types]
     bases = {base for base, _ in kinds} - {"null"}
     is_list = any(listed for _, listed in kinds)
@@ -197,7 +201,7 @@ def _unify_types(types: list) -> tuple[str, bool, bool]:
 
 
 def _base_type(kind) -> tuple[str, bool]:
-    """Return the base type of an Arrow type or of its list elements, and whether the type is a list."""
+    """Return (base type of an Arrow type or of its list elements, True if the type is a list)."""
     value, listed = value_type(kind), is_list(plain(kind))
     tests = {
         "integer": t.is_integer,
@@ -212,12 +216,12 @@ def _base_type(kind) -> tuple[str, bool]:
 
 
 def _groups(footers: dict) -> list[tuple[str, int, int]]:
-    """Return (path, index of the row group, rows) for all row groups."""
+    """Return (path, index of the row group, number of rows) for all row groups."""
     return [(p, i, f.row_group(i).num_rows) for p, f in footers.items() for i in range(f.num_row_groups)]
 
 
 def _choose_row_groups(groups: list, max_rows: int | None) -> list:
-    """Return evenly spaced row groups with about `max_rows` rows in total."""
+    """Return evenly spaced row groups, at least one, with about `max_rows` rows in total; None: all row groups."""
     total = sum(rows for *_, rows in groups)
     if max_rows is None or max_rows >= total:
         return groups
@@ -228,7 +232,7 @@ def _choose_row_groups(groups: list, max_rows: int | None) -> list:
 def _read_columns(
     columns: list[ColumnStats], chosen: dict, footers: dict, kinds: dict[str, pa.DataType], labels: list[ColumnStats]
 ) -> None:
-    """Read row groups and add them to the statistics, with a progress bar on terminals.
+    """Read row groups and add them to the columns' statistics; show a progress bar on a terminal.
 
     Args:
         columns: Statistics of each column; changed in place.
@@ -236,7 +240,7 @@ def _read_columns(
             rows) of each row group to read.
         footers: Name as in `chosen` → path → footer.
         kinds: Key of key=value folders that is a column → its type.
-        labels: Possible labels, with which other columns are compared.
+        labels: Statistics of possible labels, with which other columns are compared.
 
     Raises:
         DataError: A file cannot be opened, or no column can be read.
@@ -250,7 +254,7 @@ def _read_columns(
                 filesystem, inner = open_filesystem(path)
                 file = filesystem.open_input_file(inner)
             except OSError as error:
-                raise _unreadable_error(error, path) from None
+                raise _unreadable_error("open the file", error, path) from None
             with file:  # opened once for all row groups, because parsing a large footer is slow
                 reader = pq.ParquetFile(file, metadata=footers[part][path])
                 for *_, index, batch in of_file:
@@ -273,19 +277,19 @@ def _read_columns(
 
 
 def _add(column: ColumnStats, part: str | None, data: pa.ChunkedArray | Exception, where: str) -> list[DataError]:
-    """Add a row group's column to its statistics; return an error if the column cannot be read, else nothing."""
+    """Add a row group's values to a column's statistics; if this fails, set `trouble` and return [error], else []."""
     try:
         if isinstance(data, Exception):
             raise data
         (column if part is None else column.stats_by_part[part]).add(data)
     except Exception as error:  # an unreadable column must not stop the scan of other columns
         column.trouble = f"cannot be read in {where}: {get_first_line(error)}"
-        return [_unreadable_error(error, where)]
+        return [_unreadable_error(f"read column '{column.name}'", error, where)]
     return []
 
 
 def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.ChunkedArray | Exception]:
-    """Return a row group's columns, with an error in place of each column that cannot be read."""
+    """Return columns of row group `index` in the order of `names`, with an error for each that cannot be read."""
     try:
         table = reader.read_row_group(index, columns=find_required_columns(reader.schema_arrow, names))
         return pick_columns(table, names).columns
@@ -293,9 +297,9 @@ def _read(reader: pq.ParquetFile, index: int, names: list[str]) -> list[pa.Chunk
         return [error] if len(names) == 1 else [_read(reader, index, [name])[0] for name in names]
 
 
-def _unreadable_error(error: Exception, where: str) -> DataError:
+def _unreadable_error(task: str, error: Exception, where: str) -> DataError:
     return DataError(
-        f"cannot read the row group: {get_first_line(error)}",
+        f"cannot {task}: {get_first_line(error)}",
         where=where,
         expected="a complete Parquet file",
         do="write or copy the file again",

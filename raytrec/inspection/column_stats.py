@@ -1,4 +1,4 @@
-"""Statistics of Parquet columns, computed in bounded memory."""
+"""Statistics of Parquet columns for `raytrec inspect`, computed in bounded memory."""
 
 from __future__ import annotations
 
@@ -25,32 +25,34 @@ LOG_SCALE_DEVIATIONS = 10  # distance from the mean, in standard deviations, abo
 
 @dataclass
 class ColumnStats:
-    """Statistics of a column, or of a field of a struct, in training data and in validation and test data.
+    """Statistics of a column, or of a field of a struct, in the training data.
+
+    An instance in `stats_by_part` describes the column in validation or test data.
 
     Attributes:
-        name: Name of the column, or path of the field.
+        name: Name of the column, or of the field as in `user.age`.
         type: Arrow type of the column, as text.
         base: Kind of the values, also inside lists: integer, float, bool, decimal, text, time, null or other.
         is_list: True if the column contains lists.
-        types: Arrow type → first file with this type.
+        types: Arrow type as text → path of the first file with this type.
         mixed: True if values must be cast because files have different types.
         trouble: Reason why the column cannot be used, or None.
         lacking: Reason that names the validation or test files that lack the column, or None.
         rows, values, nulls, nan, infinite: Counts. In a list column, `values`, `nan` and `infinite` count
             elements, and `nulls` counts null lists.
         nulls_inside: Number of nulls inside lists.
-        low, high: Lowest and highest finite number.
+        low, high: Lowest and highest finite number; inf and -inf if there are none.
         whole: True if no number has a fraction.
-        few: Value → count; None if there are more than MAX_EXACT_VALUES distinct values.
+        few: Value → number of occurrences; None if there are more than MAX_EXACT_VALUES distinct values.
         lengths: Number of lists of each length, int64 [MAX_COUNTED_LENGTH + 1]; empty without lists.
         pairs: Label → value → the label's only value in rows with this value; None instead of the inner mapping
             if the label has several values for one value.
-        stats_by_part: Name of validation or test data → statistics of the column there.
-        hot: Counters of the most frequent whole numbers, or SipHash hashes of text.
+        stats_by_part: Name of validation or test data that has the column → statistics of the column there.
+        hot: Counters of the most frequent whole numbers, or of the most frequent SipHash hashes of text.
         moments: float64 [5]: number of numbers x; sum and sum of squares of x − `first`; sum and sum of squares
             of signed_log(x).
         first: First number, which is subtracted for accuracy; None if the column contains no numbers.
-        smallest: Smallest hashes of the values.
+        smallest: Smallest hashes of the distinct values.
     """
 
     name: str
@@ -81,39 +83,39 @@ class ColumnStats:
 
     @property
     def hashes(self) -> np.ndarray:
-        """Return the smallest hashes of the values, uint64, ascending."""
+        """Return the smallest hashes of the distinct values in training data, uint64, ascending."""
         return self.smallest.values()
 
     @property
     def parts(self) -> list[ColumnStats]:
-        """Return the statistics of training, validation and test data."""
+        """Return this instance for the training data, then the statistics in validation and test data."""
         return [self, *self.stats_by_part.values()]
 
     def count(self, what: str) -> int:
-        """Return the sum of a count over all `parts`; `what` names the count, such as nulls or nan."""
+        """Return the sum of an attribute over training, validation and test data (`parts`), such as nulls or nan."""
         return sum(getattr(part, what) for part in self.parts)
 
     def count_missing(self) -> int:
-        """Return the number of nulls and NaN in all parts."""
+        """Return the number of nulls and NaN in training, validation and test data."""
         return self.count("nulls") + self.count("nan")
 
     @property
     def lowest(self) -> float:
-        """Return the lowest finite number in all parts."""
+        """Return the lowest finite number in training, validation and test data; inf if there is none."""
         return min(part.low for part in self.parts)
 
     @property
     def highest(self) -> float:
-        """Return the highest finite number in all parts."""
+        """Return the highest finite number in training, validation and test data; -inf if there is none."""
         return max(part.high for part in self.parts)
 
     @property
     def distinct(self) -> int:
-        """Return the number of distinct values, which is exact below 65,536 and otherwise estimated."""
+        """Return the number of distinct values in training data, exact below 65,536 and otherwise estimated."""
         return count_distinct(self.hashes)
 
     def statistics(self) -> Statistics:
-        """Return the id statistics from which the planner estimates lookups."""
+        """Return the statistics of a sparse feature in training data, from which the planner estimates lookups."""
         rows, lengths = max(1, self.rows), self.lengths
         p99, longest = 1, 1
         if self.is_list:
@@ -129,19 +131,19 @@ class ColumnStats:
 
     @property
     def is_whole(self) -> bool:
-        """Return True for integers, and for whole floats and decimals, which often store nullable integers."""
+        """Return True for integers, and for floats and decimals without fractions, e.g. integers with NaN for null."""
         if self.base not in ("float", "decimal"):
             return self.base == "integer"
         return all(part.whole for part in self.parts) and not self.count("infinite")
 
     @property
     def is_probability(self) -> bool:
-        """Return True for a column with one number in [0, 1] per row."""
+        """Return True for a column of numbers, not lists, whose finite numbers are all in [0, 1]."""
         return self.base in NUMBERS and not self.is_list and 0 <= self.lowest <= self.highest <= 1
 
     @property
     def distinct_text(self) -> str:
-        """Return the number of distinct values as text; ~ marks an estimate."""
+        """Return the number of distinct values in training data as text, such as 1,200; ~ marks an estimate."""
         return f"{'' if len(self.hashes) < MAX_KEPT_HASHES else '~'}{self.distinct:,}"
 
     @property
@@ -159,7 +161,7 @@ class ColumnStats:
         return f"{self.low:.10g} to {self.high:.10g}" if self.low <= self.high and self.base != "time" else ""
 
     def add(self, column) -> None:
-        """Add a row group's column (pyarrow.ChunkedArray)."""
+        """Add the values of the column in a row group (pyarrow.ChunkedArray) to the statistics."""
         array = to_plain_array(column)
         self.rows += len(array)
         self.nulls += array.null_count
@@ -175,7 +177,7 @@ class ColumnStats:
             self._count(array)
 
     def _count(self, array) -> None:
-        """Add values (pyarrow.Array without nulls) to the range, counts and hashes."""
+        """Add values (pyarrow.Array without nulls) to the range, counts, moments and hashes."""
         array = to_comparable(array, self.base, self.mixed)
         if pa.types.is_floating(array.type):
             finite = pc.is_finite(array)
@@ -216,7 +218,7 @@ class ColumnStats:
 
     @np.errstate(over="ignore", invalid="ignore")
     def scale(self) -> Scale:
-        """Return the scale that maps the numbers to mean 0 and variance 1.
+        """Return the scale that maps the numbers in training data to mean 0 and variance 1.
 
         Logarithms are scaled instead if a number is more than LOG_SCALE_DEVIATIONS standard deviations from
         the mean, or if the standard deviation exceeds MAX_AMOUNT.
@@ -238,7 +240,7 @@ class ColumnStats:
 
 
 def _as_integers(values: np.ndarray) -> np.ndarray:
-    """Return numbers as int64; floats that are fractional or too large are represented by their bits.
+    """Return numbers as int64; floats that have a fraction or do not fit are represented by their bits.
 
     Equal numbers of different types therefore have equal hashes.
     """
@@ -250,7 +252,7 @@ def _as_integers(values: np.ndarray) -> np.ndarray:
 
 
 def to_comparable(array, base: str, mixed: bool):
-    """Return values cast to the type in which the column's values from all files are compared."""
+    """Return a column's values in a type common to all files, given ColumnStats.base and ColumnStats.mixed."""
     if base == "time":
         return array.cast(pa.int32() if array.type.bit_width == 32 else pa.int64())
     if base == "decimal" or (mixed and base != "text"):
@@ -263,15 +265,15 @@ def to_comparable(array, base: str, mixed: bool):
 
 
 def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], labels: Sequence[ColumnStats]) -> None:
-    """Add the pairs (value, label value) of a row group to the column's `pairs`.
+    """Add the pairs (value, label value) of a row group's rows to the column's `pairs`.
 
-    `pairs` becomes None for a label that has several values for one value of the column, and if either column
-    contains lists or more than MAX_EXACT_VALUES distinct values.
+    The entry of a label in `pairs` becomes None if the label has several values for one value of the column, or
+    if either column cannot be read, contains lists, or has more than MAX_EXACT_VALUES distinct values.
 
     Args:
-        column: Column whose values are paired; its `pairs` are changed.
-        data: Name → column in the row group.
-        labels: Labels with which the column is paired.
+        column: Statistics of the column whose values are paired; `pairs` is changed.
+        data: Column name → values in the row group.
+        labels: Statistics of the labels with which the column is paired.
     """
     for label in labels:
         pairs = column.pairs.setdefault(label.name, {})
@@ -290,7 +292,7 @@ def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], l
 
 
 def _encode_values(s: ColumnStats, data: pa.ChunkedArray) -> tuple[list, np.ndarray]:
-    """Return the distinct values of a column, and each row's index into them; NaN counts as null."""
+    """Return the distinct values of a column, with None for null and NaN, and the index of each row's value."""
     coded = to_comparable(to_plain_array(data), s.base, s.mixed).dictionary_encode(null_encoding="encode")
     values = [None if value != value else value for value in coded.dictionary.to_pylist()]
     return values, coded.indices.to_numpy()

@@ -66,7 +66,7 @@ def inspect(
         uri: Folder or file; local, s3:// or gs://. In a folder with train/, valid/ and test/, train/ is
             inspected, and the other folders are read for ids, nulls and types. A folder train/ next to such
             folders is treated in the same way.
-        dim: Width of the tables.
+        dim: Width of the embeddings of all tables; a multiple of 4.
         labels: Columns to predict; default: columns with a name that is common for labels (LABEL_NAMES).
         reserve_columns: Columns, also from key=value folders, to keep with their rows instead of using them
             as features.
@@ -75,8 +75,7 @@ def inspect(
 
     Raises:
         DataError: The path is empty, or contains no Parquet files or rows.
-        SchemaError: No label or no feature is recognized, or a column to predict or reserve is missing or
-            unsuitable.
+        SchemaError: No label or no feature is recognized, a named column is missing or unsuitable, or `dim` is invalid.
         ConfigError: `max_rows` is less than one.
     """
     if not uri.strip():
@@ -84,7 +83,7 @@ def inspect(
             "the path of the data is empty", where="raytrec inspect", expected="a Parquet file or a folder of them"
         )
     if max_rows is not None and max_rows < 1:
-        raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="1 or more")
+        raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="a number ≥ 1")
     uri, labels, reserve_columns = find_train_folder(uri), labels or [], list(dict.fromkeys(reserve_columns or []))
     scan = scan_columns(
         uri, max_rows, find_sibling_parts(uri), lambda name: name in labels if labels else has_label_name(name)
@@ -123,7 +122,7 @@ def _add_buckets(findings: list[Finding]) -> None:
 
 def _check_columns_exist(named: list[str], names: list[str], uri: str) -> None:
     if missing := [name for name in named if name not in names]:
-        what, expected = f"there is no column '{missing[0]}'", ", ".join(names[:50])
+        what, expected = f"there is no column '{missing[0]}'", f"one of {', '.join(names[:50])}"
         raise make_unknown_word_error(what, missing[0], names, uri, expected, kind=SchemaError)
 
 
@@ -142,7 +141,7 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
 
 
 def _skip_copies(findings: list[Finding]) -> None:
-    """Change the role of features that copy a label to skipped."""
+    """Change the role of dense and sparse columns that copy a label to skipped."""
     labels = [f.stats.name for f in findings if f.kind == "label"]
     for f in findings:
         if f.kind in ("dense", "sparse") and (label := next((n for n in labels if _is_copy(f.stats, n)), None)):
@@ -150,7 +149,7 @@ def _skip_copies(findings: list[Finding]) -> None:
 
 
 def _is_copy(column: ColumnStats, label: str) -> bool:
-    """Return True if a column's values and a label's values correspond one to one; null counts as a value."""
+    """Return True if the values of a column and a label correspond one to one; null and NaN count as one value."""
     pairs = column.pairs.get(label) or {}
     return column.rows > MIN_COPY_ROWS and len(pairs) >= 2 and len(set(pairs.values())) == len(pairs)
 
@@ -160,7 +159,7 @@ def _could_be_rating(s: ColumnStats) -> bool:
 
 
 def _pair_weights(findings: list[Finding]) -> None:
-    """Turn each list of floats named after a list of ids into the weights of the ids.
+    """Change the role of each list of floats named after a list of ids to weights, e.g. tags_weights for tags.
 
     Null ids in such a list are replaced by an additional id, because removing them would shorten the list.
     """
@@ -180,7 +179,7 @@ def _pair_weights(findings: list[Finding]) -> None:
 
 
 def _keep_length(f: Finding) -> None:
-    """Replace nulls in a weighted list by one additional id instead of removing them."""
+    """Replace the transform that removes nulls from a weighted list by a transform to one additional id."""
     kept = [t for t in f.transforms if t["do"] != "drop_null"]
     if len(kept) < len(f.transforms):
         f.transforms, is_text = kept, f.stats.base == "text"
@@ -217,7 +216,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
 
 
 def _transforms(findings: list[Finding]) -> list[dict]:
-    """Return the transforms of all columns, with equal transforms merged into one."""
+    """Return the entries of data.transforms for all columns, in ORDER; entries with equal settings are merged."""
     together: dict[str, dict] = {}
     for transform in (t for f in findings if f.kind != "skipped" for t in f.transforms):
         settings = {key: value for key, value in transform.items() if key != "columns"}

@@ -27,12 +27,12 @@ class Inspection:
 
     Attributes:
         uri: Path or URI of the inspected data.
-        findings: Role of each column, in the order of the files' columns.
-        schema: Proposed schema, which describes columns after the transforms.
+        findings: Finding for each column, in the order of the files' columns.
+        schema: Proposed schema, which describes the columns after the transforms.
         transforms: Entries of data.transforms, without which training rejects columns of the schema.
         tables: Tables of the schema, with reasons why features share them.
         scan: Statistics and extent of the data that was read.
-        reserve_columns: Entries of data.reserve_columns, which are not features.
+        reserve_columns: Entries of data.reserve_columns.
     """
 
     uri: str
@@ -50,13 +50,13 @@ class Inspection:
 
     @property
     def tasks(self) -> list[dict]:
-        """Return the entries of `tasks`; [] for a single label without nulls, for which the default task suffices."""
+        """Return the entries of `tasks` in a configuration; [] for a single label without nulls, the default task."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
         tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
 
     def schema_yaml(self) -> str:
-        """Return the text of schema.yaml, with the transforms and a comment on every column."""
+        """Return the text of schema.yaml, with comments that list the required settings and describe each column."""
         sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
         others = f", ids also read from {' and '.join(self.scan.inspected_parts)}" if self.scan.inspected_parts else ""
         lines = [f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."]
@@ -91,14 +91,14 @@ class Inspection:
     def show(self, out: str | None = None, overwrite: bool = False) -> None:
         """Print a table of the columns to stderr, and write the schema to stdout or a file.
 
-        If the schema is written to a file, a command that trains with it is printed to stderr as well.
+        If the schema is written to a file, a command that trains with the schema is also printed to stderr.
 
         Args:
             out: Path of the file; None: stdout.
             overwrite: If True, replace an existing file.
 
         Raises:
-            ConfigError: The file exists and `overwrite` is False, or the file cannot be written.
+            ConfigError: The file cannot be written, or exists although `overwrite` is False.
         """
         if out is not None:
             check_output_path(out, overwrite)
@@ -109,7 +109,7 @@ class Inspection:
             print(f"  {self._command(out)}", file=sys.stderr)
 
     def _command(self, schema: str) -> str:
-        """Return a command that trains with a schema file; `schema` is its path."""
+        """Return a shell command that trains with the schema file at path `schema`."""
         parts = {"test" if name == "test" else "valid": place for name, place in self.scan.inspected_parts.items()}
         settings = [f"data.train={self.uri}", *(f"data.{name}={place}" for name, place in parts.items())]
         settings.append(f"data.schema={schema}")
@@ -153,7 +153,7 @@ def write_schema(text: str, out: str | None) -> None:
 
 
 def check_output_path(out: str, overwrite: bool) -> None:
-    """Check that a schema can be written to a path, before any data is read.
+    """Check that the path `out` does not prevent writing a schema, before any data is read.
 
     Raises:
         ConfigError: The path is a folder, its folder does not exist, or the file exists and `overwrite` is
@@ -169,7 +169,7 @@ def check_output_path(out: str, overwrite: bool) -> None:
 
 
 def to_flow_yaml(value: object) -> str:
-    """Return a value as YAML on one line."""
+    """Return a value of dicts, lists and scalars as YAML on one line."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {to_flow_yaml(inner)}' for key, inner in value.items())}}}"
     return f"[{', '.join(map(to_flow_yaml, value))}]" if isinstance(value, list) else format_yaml_scalar(value)
@@ -197,9 +197,9 @@ def _nulls_text(s: ColumnStats) -> str:
 
 
 def format_bag_lengths(s: ColumnStats) -> str:
-    """Return the range, mean and 95th percentile of bag lengths, and the share of empty bags, as text.
+    """Return the range, mean and 95th percentile of list lengths, and the share of empty lists, as text.
 
-    The result is "" for columns without lists or rows.
+    The result is "" for columns without lists or rows. Null lists count as empty.
     """
     if not s.is_list or not s.lengths.sum():
         return ""

@@ -29,12 +29,12 @@ USAGE_WORDS = HISTORY | frozenset(
 
 @dataclass
 class SharedTable:
-    """Table with the features that look it up; the first feature determines its name.
+    """Embedding table of the proposed schema with the features that look it up.
 
     Attributes:
-        name: Name of the table.
-        members: Features that look up the table.
-        reasons: Feature → reason for sharing the table; the first feature has no entry.
+        name: Name of the table, derived from the name of the first feature.
+        members: Findings of the features that look up the table.
+        reasons: Name of a feature → reason for sharing the table; the first feature has no entry.
         comment: Comment on the number of rows (`choose_size`).
     """
 
@@ -44,9 +44,9 @@ class SharedTable:
     comment: str = ""
 
     def choose_size(self, sampled: bool) -> dict:
-        """Return `rows` and `out_of_range` of the table, and set `comment`.
+        """Return the table's keys `rows` and `out_of_range` for schema.yaml, and set `comment`.
 
-        The size is computed from all features' ids in training, validation and test data.
+        They are computed from all features' ids in training, validation and test data.
 
         Args:
             sampled: True if only some of the rows were read.
@@ -63,12 +63,12 @@ class SharedTable:
 
 
 def has_history_name(f: Finding) -> bool:
-    """Return True for a list whose name suggests a history of events."""
+    """Return True for a column of lists whose name contains a word of HISTORY, such as history or clicked."""
     return f.stats.is_list and not HISTORY.isdisjoint(words(f.stats.name))
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """Return the tables of all sparse features. Features with one id per row are assigned before lists."""
+    """Return the tables of all findings of kind sparse; columns of lists can join the tables of other columns."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)
@@ -115,7 +115,7 @@ def _subject_words(name: str) -> frozenset[str]:
 
 
 def make_table_name(column: str, taken: set[str]) -> str:
-    """Return an unused table name derived from a column name, with valid characters only."""
+    """Return a valid table name that is derived from a column name and is not in `taken`."""
     name = re.sub(r"[^\w\-]+", "_", re.sub(r"(?<=.)([_.][iI][dD]s?|(?<=[a-z])I[dD]s?)$", "", column)).strip("_")
     name = to_table_name(name or "ids")
     number = 2
@@ -139,14 +139,14 @@ def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
 
 
 def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, sampled: bool) -> tuple[int, str, str]:
-    """Return a table's `rows` and `out_of_range`, and a comment on them.
+    """Return (rows, out_of_range, comment) for an embedding table, where `comment` explains the choice.
 
     Args:
-        low: Lowest integer id.
-        high: Highest integer id.
+        low: Lowest integer id; ignored for text.
+        high: Highest integer id; ignored for text.
         distinct: Number of distinct values.
         hot: Counters of the most frequent values.
-        kind: Kind of the values: text, id or ordinal.
+        kind: Kind of the values: text, id or ordinal (column_roles.is_ordinal).
         sampled: True if only some of the rows were read.
     """
     if kind == "text" or low < 0 or high >= max(MAX_ID_RANGE_FACTOR * distinct, 100_000):
@@ -162,7 +162,7 @@ def table_size(low: float, high: float, distinct: int, hot: HotIds, kind: str, s
 
 
 def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, float]:
-    """Return the number of rows of a hashed table, and the share of lookups that collide.
+    """Return the number of rows of a table with out_of_range: hash, and the share of lookups that collide.
 
     A lookup collides if its value shares a row with a more frequent value.
     """
@@ -180,9 +180,9 @@ def _size_hashed_table(distinct: int, hot: HotIds, is_text: bool) -> tuple[int, 
 
 
 def bucket_boundaries(scale: Scale) -> list[float]:
-    """Return the boundaries of ten buckets with about equal counts, ascending; equal boundaries are merged.
+    """Return the ascending boundaries of ten buckets of about equal counts; equal boundaries are merged.
 
-    The scaled numbers are assumed to be normally distributed.
+    The column's numbers, after scaling with `scale`, are assumed to be normally distributed.
     """
     deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
     numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles

@@ -10,7 +10,7 @@ MAX_KEPT_HASHES = 65_536  # counts of distinct values are exact below this numbe
 
 
 class SmallestHashes:
-    """Smallest distinct hashes of a column's values, from which `count_distinct` estimates the number of values."""
+    """The MAX_KEPT_HASHES smallest distinct hashes of a column's values; see `count_distinct`."""
 
     def __init__(self) -> None:
         self._hashes = np.empty(0, np.uint64)
@@ -31,7 +31,7 @@ class SmallestHashes:
         self._new, self._new_count = [], 0
 
     def values(self) -> np.ndarray:
-        """Return the hashes, uint64, ascending."""
+        """Return the smallest distinct hashes, uint64 [n], ascending; n ≤ MAX_KEPT_HASHES."""
         if self._new:
             self._merge()
         return self._hashes
@@ -41,8 +41,8 @@ def count_distinct(hashes: np.ndarray) -> int:
     """Estimate the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
 
     Args:
-        hashes: Smallest hashes, uint64, ascending. If there are fewer than MAX_KEPT_HASHES, they must be the
-            hashes of all values.
+        hashes: Smallest distinct hashes of the values, uint64 [n], ascending. If n is less than MAX_KEPT_HASHES, they
+            must be the hashes of all values, and the result is n.
     """
     if len(hashes) < MAX_KEPT_HASHES:
         return len(hashes)
@@ -54,8 +54,8 @@ class HotIds:
 
     With more than MAX_ID_COUNTERS ids, the largest count outside the MAX_ID_COUNTERS most frequent ids is subtracted
     from all counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. Counts are
-    exact for ids that were always kept, such as the most frequent ids. After n lookups, the subtracted amount is at
-    most n ÷ MAX_ID_COUNTERS.
+    exact for ids that have had a counter since their first lookup. Other counts are too large, by at most the
+    subtracted amount. After n lookups, this amount is at most n ÷ MAX_ID_COUNTERS.
     """
 
     def __init__(self) -> None:
@@ -89,15 +89,15 @@ class HotIds:
         self._ids, self._counts = ids, sums
 
     def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the counted ids, uint64 [n], ascending, and their numbers of lookups, int64 [n]."""
+        """Return the ids with a counter, uint64 [n], ascending, and their (possibly too large) counts, int64 [n]."""
         if self._new:
             self._merge()
         return self._ids, self._counts + self._taken
 
     def shares(self) -> list[float]:
-        """Return the shares of lookups that go to the 1, 10, 100, 1,000 and 10,000 most frequent ids.
+        """Return the shares of all lookups that go to the 1, 10, 100, 1,000 and 10,000 most frequent ids.
 
-        Numbers that are not smaller than the number of counted ids are left out.
+        The list ends before the first of these numbers that is not smaller than the number of ids with a counter.
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)

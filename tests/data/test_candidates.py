@@ -95,7 +95,7 @@ def test_batch_keeps_candidates_in_row_order(tmp_path):
 @pytest.mark.parametrize(
     "name,row,value,text",
     [
-        ("price", 17, [1.0], "column 'price' has 1 values, but column 'y' has"),
+        ("price", 17, [1.0], "column 'price' has 1 value, but column 'y' has"),
         ("item", 25, list(range(9)), "column 'item' has 9 values, but column 'y' has"),
         ("shown", 3, [1] * 8, "column 'shown' has 8 values, but column 'y' has"),
         ("y", 12, None, "column 'y' contains a null instead of a list"),

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import parquet
 import pyarrow as pa
@@ -91,6 +91,9 @@ def test_differences_lists_each_changed_file(folder):
         "part-2.parquet: added",
         "part-0.parquet: 200 rows in 2 row groups, previously 300 in 1",
     ]
+    first, second = (replace(before[0], groups=[[0, a], [1, 9 - a]]) for a in (4, 5))
+    assert first.describe_difference(second).endswith("but different sizes of row groups")
+    assert first.describe_difference(replace(second, groups=[[0, 1]])) == "1 row in 1 row group, previously 9 in 2"
 
 
 def test_changed_vocabulary_is_a_data_difference(folder, tmp_path):

@@ -17,6 +17,7 @@ from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import Clip, FillNull
+from raytrec.data.files import footers
 from raytrec.data.files.listing import list_files
 from raytrec.data.fragments import Dataset, RowGroup, scan
 from raytrec.data.item_reader import check_suspect_groups, read_item
@@ -103,6 +104,18 @@ def test_scan_reports_a_truncated_file(tmp_path):
     check_scan_fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
     path.write_bytes(b"")
     check_scan_fails(tmp_path, "not a complete Parquet file", "part-1.parquet")
+
+
+def test_scan_does_not_call_an_unreadable_file_incomplete(tmp_path, monkeypatch):
+    write(tmp_path / "a.parquet")
+
+    def fail(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(footers.pq, "read_metadata", fail)
+    with pytest.raises(DataError, match=r"cannot read the file: .*Permission denied") as error:
+        scan(str(tmp_path), ReadPlan(SCHEMA), "data.train")
+    assert error.value.expected == "a readable file"
 
 
 class PlaintextKmsClient(encryption.KmsClient):

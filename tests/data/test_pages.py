@@ -174,6 +174,18 @@ def test_chunks_longer_than_stated_in_the_footer_are_read(tmp_path):
     assert read(path, 0, 2900, 3000, ["many"])["many"].to_pylist() == whole["many"][2900:].to_pylist()
 
 
+def test_missing_values_are_not_reported_as_missing_rows(tmp_path):
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(table(), path, max_rows_per_page=100)
+    metadata = pq.read_metadata(path)
+    names = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
+    i = next(i for i, name in enumerate(names) if name.startswith("bag."))
+    index, file = PageIndex(metadata.row_group(0).column(i), metadata.schema.column(i), ROWS), pa.OSFile(path)
+    index._left += 1
+    with pytest.raises(DamagedPageError, match=r"column bag\S+ contain 1 value fewer than the footer claims"):
+        index.look_up(lambda at, size: file.read_at(size, at))
+
+
 def test_storage_errors_are_not_reported_as_damage(tmp_path):
     """Storage errors are re-raised so that the read is retried."""
     path = str(tmp_path / "a.parquet")

@@ -164,7 +164,7 @@ def test_partition_key_overrides_a_column_of_some_files(tmp_path):
     data = scan_reserving(tmp_path, "day")
     assert collect_reserved(data) == {0: {"day": 1}, 1: {"day": 2}}
     write(tmp_path / "b.parquet", u=[1], day=[7])
-    with pytest.raises(DataError, match="other files are in folders day="):
+    with pytest.raises(DataError, match="'day' is stored in this file, but other files take it from folders day="):
         scan_reserving(tmp_path, "day")
 
 

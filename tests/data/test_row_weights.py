@@ -156,6 +156,21 @@ def test_invalid_weights_masks_and_labels_are_rejected(tmp_path, columns, task, 
             check_suspect_groups(data)
 
 
+@pytest.mark.parametrize(
+    "column,task,expected_advice",
+    [
+        ({"m": ["yes", "no"]}, {"mask": "m"}, "{do: binarize, columns: [m], positive: […]}"),
+        ({"w": ["1", "2"]}, {"sample_weight": "w"}, "add to data.transforms: {do: cast, columns: [w], to: float32}"),
+        ({"w": [[1.0], [2.0]]}, {"sample_weight": "w"}, "name another column, or transform it to one number"),
+    ],
+)
+def test_advice_for_masks_and_weights_keeps_their_role(tmp_path, column, task, expected_advice):
+    path = write(tmp_path / "a.parquet", click=[0, 1], **column)
+    with pytest.raises(DataError) as error:
+        scan(path, ReadPlan(SCHEMA, tasks=(TaskRows("click", **task),), label_ranges=RANGES))
+    assert expected_advice in error.value.do and "sparse" not in error.value.do
+
+
 def test_class_label_must_be_a_whole_number(tmp_path):
     path = write(tmp_path / "a.parquet", buy=[1.0, 2.0, 2.5])
     with pytest.raises(DataError, match=r"label 'buy' is 2.5") as error:

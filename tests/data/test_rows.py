@@ -128,6 +128,21 @@ def test_errors_locate_invalid_values(tmp_path, columns, expected_text, row):
     assert f"row {row}" in str(error.value), "row numbers start at the row group"
 
 
+@pytest.mark.parametrize(
+    "columns,weights,expected_advice",
+    [
+        ({"price": [1.0, 2.0, math.nan]}, None, "fill_null, columns: [price]"),
+        ({"price": [1.0, 2.0, math.inf]}, None, "clip, columns: [price]"),
+        ({"tags": [[1], [], [None]], "w": [[1.0], [], [1.0]]}, "w", "with weights, side features or candidates, add"),
+    ],
+)
+def test_advice_for_invalid_values_names_a_transform_that_helps(tmp_path, columns, weights, expected_advice):
+    with pytest.raises(DataError) as error:
+        read(tmp_path, columns, schema(weights=weights))
+    assert expected_advice in error.value.do and error.value.do.count("clip") <= 1
+    assert ("clip" in error.value.do) == ("clip" in expected_advice)
+
+
 def test_message_of_nan_keeps_the_column_name():
     with pytest.raises(DataError, match="column 'finance' contains NaN"):
         check_finite(np.array([math.nan]), "finance", Place("a.parquet", 0, 0))
@@ -136,7 +151,7 @@ def test_message_of_nan_keeps_the_column_name():
 @pytest.mark.parametrize(
     "weights,expected_text",
     [
-        ([[0.5], [], [2.0]], "column 'w' has 1 values for 2 ids of feature 'tags'"),
+        ([[0.5], [], [2.0]], "column 'w' has 1 value for 2 ids of 'tags'"),
         ([[0.5], [], [2.0, float("nan")]], "column 'w' contains NaN"),
         ([[0.5], [], [2.0, None]], "column 'w' contains a null inside a list"),
     ],

@@ -108,7 +108,7 @@ def test_times_are_converted_to_seconds(kind, value):
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("times", [[1, 2, 3, 4], [], [5, 6], [6, 7]], "column 'times' has 2 values for 1 ids of feature 'history'"),
+        ("times", [[1, 2, 3, 4], [], [5, 6], [6, 7]], "column 'times' has 2 values for 1 id of 'history'"),
         ("times", [[1, 2, None, 4], [], [5], [6, 7]], "column 'times' contains a null inside a list"),
         ("price", [[1.0, float("nan"), 1, 1], [], [1], [1, 1]], "column 'price' contains NaN"),
     ],

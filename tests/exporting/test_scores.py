@@ -216,7 +216,7 @@ def test_user_columns_are_given_once_for_all_candidates(folder, model):
         ("tags", [9], "id 9 of feature 'tags' is out of range for table 'tag'"),
         ("tags", [1, None], "contains a null inside a list"),
         ("tag_weights", [float("nan")], "column 'tag_weights' contains NaN"),
-        ("tag_weights", [0.5, 0.5], "has 2 values for 1 ids"),
+        ("tag_weights", [0.5, 0.5], "has 2 values for 1 id of"),
         ("shown.id", "three", "column 'shown.id' has the invalid value 'three'"),
         ("user", 3, "column 'user' has the invalid value 3"),
         ("seen_at", "yesterday", "column 'seen_at' has the invalid value 'yesterday'"),

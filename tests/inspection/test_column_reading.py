@@ -90,7 +90,7 @@ def test_inspect_rejects_files_without_readable_columns(tmp_path):
     path = tmp_path / "a.parquet"
     write(path, table(300), compression="none", use_dictionary=False)
     damage(path, range(pq.read_metadata(path).num_columns))
-    with pytest.raises(DataError, match=r"(?s)cannot read the row group.*a\.parquet, row group 0"):
+    with pytest.raises(DataError, match=r"(?s)cannot read column 'label'.*a\.parquet, row group 0"):
         inspect(str(tmp_path))
 
 

@@ -346,7 +346,7 @@ def test_shown_command_includes_the_transforms(tmp_path, capsys):
 
 def test_unsuitable_labels_are_rejected(tmp_path):
     for values, reason in (
-        ([f"name {i}" for i in range(90)], "text with 90 values.*binarize"),
+        ([f"name {i}" for i in range(90)], "90 distinct texts.*binarize"),
         ([[1]] * 90, "of type list"),
         (pa.nulls(90), "only nulls"),
     ):
@@ -427,7 +427,7 @@ def test_inspect_of_a_file_reads_its_sibling_splits(tmp_path):
     (tmp_path / "val.parquet").mkdir()
     found = inspect(str(tmp_path / "train.parquet"))
     assert list(found.scan.inspected_parts) == ["valid"] and found.schema.tables["user"].rows == 9
-    assert "# test was not inspected: column label is missing\n" in found.schema_yaml()
+    assert "# test was not inspected: some of its files lack column label\n" in found.schema_yaml()
     assert "# val was not inspected: the folder contains no Parquet files\n" in found.schema_yaml()
 
 

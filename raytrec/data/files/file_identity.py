@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.formatting import format_count
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.config.features import resolve_input_columns
@@ -45,9 +46,9 @@ class FileIdentity:
     Attributes:
         name: File name, preceded by the partition folders that supply columns; for a vocabulary, its config
             key.
-        groups: [index, rows] of each row group with rows.
+        groups: [index, rows] of each row group with rows; [] for a vocabulary.
         size: Size in bytes.
-        footer: SHA-256 of the Parquet footer.
+        footer: SHA-256 of the Parquet footer; "" for a vocabulary.
         data: SHA-256 of all bytes or of sampled ranges.
         whole: True if `data` covers all bytes.
         modified_ns: Modification time in nanoseconds since 1970; None if the storage does not report it.
@@ -64,7 +65,7 @@ class FileIdentity:
     version: str | None = field(default=None, compare=False)
 
     def is_rewritten(self, other: FileIdentity) -> bool:
-        """Return True if the file was rewritten and only sampled ranges of it have been compared."""
+        """Return True if the file's time or version differs from `other`, and only samples of it can be compared."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
@@ -73,7 +74,10 @@ class FileIdentity:
         """Return a description of how the file's current content `other` differs from this earlier content."""
         if self.groups != other.groups:
             now, was = ((sum(r for _, r in c.groups), len(c.groups)) for c in (other, self))
-            return "{:,} rows in {} row groups, previously {:,} in {}".format(*now, *was)
+            if now == was:
+                return "the same numbers of rows and row groups, but different sizes of row groups"
+            rows, groups = format_count(now[0], "row"), format_count(now[1], "row group")
+            return f"{rows} in {groups}, previously {was[0]:,} in {was[1]:,}"
         if self.size != other.size:
             return f"{other.size:,} bytes, previously {self.size:,}"
         if self.footer != other.footer:
@@ -85,7 +89,7 @@ def identify_files(dataset: Dataset) -> list[FileIdentity]:
     """Return the identities of a dataset's files, in order, then of its transforms' vocabularies.
 
     Raises:
-        DataError: A file cannot be read.
+        DataError: A file or vocabulary cannot be read.
     """
     files: dict[str, list[list[int]]] = {}
     for group in dataset.groups:
@@ -103,12 +107,12 @@ def identify_files(dataset: Dataset) -> list[FileIdentity]:
 
 
 def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
-    """Return the file identities of each dataset, by name."""
+    """Return the result of `identify_files` for each dataset, by name."""
     return {name: identify_files(dataset) for name, dataset in datasets.items()}
 
 
 def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
-    """Return a fingerprint that is equal for equal lists of identities; '' for None."""
+    """Return a hash of the names and contents in a list of identities, in order; '' for None."""
     if contents is None:
         return ""
     digest = hashlib.sha256()
@@ -133,13 +137,13 @@ def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> l
 
 
 def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
-    """Return the names of rewritten files whose unchanged content was verified only by samples."""
+    """Return the names of files with another time or version, whose contents were compared only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].is_rewritten(now[key])]
 
 
 def _by_name(contents: list[FileIdentity]) -> dict[tuple, FileIdentity]:
-    """Return the identities by name and number; several folders may contain a file of the same name."""
+    """Return a mapping from (name, n) to the identity of the n-th file of this name; folders may share file names."""
     counts, by_name = Counter[str](), {}
     for content in contents:
         counts[content.name] += 1
@@ -249,7 +253,7 @@ def _column_chunk_ranges(metadata: pq.FileMetaData, names: list[str]) -> list[tu
 
 
 def _choose_evenly(chunks: list[tuple[int, int]], max_chunks: int, number: int) -> list[tuple[int, int]]:
-    """Return at most `max_chunks` evenly spaced chunks, starting with a different chunk in each file."""
+    """Return at most `max_chunks` evenly spaced chunks, beginning with chunk `number` if chunks are omitted."""
     if len(chunks) <= max_chunks:
         return chunks
     return [chunks[(number + i * len(chunks) // max_chunks) % len(chunks)] for i in range(max_chunks)]

@@ -1,4 +1,4 @@
-"""Check Parquet footers, and evaluate their column statistics.
+"""Check Parquet footers, and evaluate their column statistics. A chunk is a column of one row group.
 
 Most footers contain column statistics, which require no additional reads. The first row groups whose
 statistics show invalid values are read before a run starts (item_reader.check_suspect_groups), so that the
@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.read_plans import ResolvedReadPlan, TaskRows
@@ -52,7 +52,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
                     f"{what} {chunk_bytes:,} bytes from byte {begin:,} on, in a file of {size:,} bytes"
                 )
             if column.max_repetition_level == 0 and chunk.num_values != group.num_rows:
-                raise pa.ArrowInvalid(f"{what} {chunk.num_values:,} values")
+                raise pa.ArrowInvalid(f"{what} {chunk.num_values:,} values instead of one per row")
 
 
 def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None = None) -> None:
@@ -97,10 +97,13 @@ def read_footer(uri: str) -> pq.FileMetaData:
         metadata = retry_read(uri, read)
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        is_malformed = getattr(error, "errno", None) is None  # the system's errors have an errno
+        fault = "the file is not a complete Parquet file" if is_malformed else "cannot read the file"
+        expected = "a file that is neither cut off nor still being written" if is_malformed else "a readable file"
         raise DataError(
-            f"the file is not a complete Parquet file: {str(error).splitlines()[0]}",
+            f"{fault}: {get_first_line(error)}",
             where=uri,
-            expected=storage_hint(uri) + "a file that is neither cut off nor still being written",
+            expected=storage_hint(uri) + expected,
             do="write or copy the file again, or remove it",
         ) from None
     return metadata
@@ -125,7 +128,7 @@ class FooterStatistics:
         self._places = {metadata.schema.column(i).path: i for i in range(metadata.num_columns)}
 
     def list_suspect_groups(self) -> list[int]:
-        """Return the indexes of all nonempty row groups whose statistics show invalid values."""
+        """Return the indexes of all nonempty row groups whose statistics show values that the read plan forbids."""
         checks = [(i, wrong) for name, wrong in _list_statistics_checks(self._form) for i in self._columns(name)]
         return [
             index
@@ -134,10 +137,10 @@ class FooterStatistics:
         ]
 
     def list_exclusions(self) -> dict[str, list[set[str]]]:
-        """Return, for each task and each nonempty row group, the reasons why the task uses none of the rows.
+        """Return, for each task, one set of reasons per nonempty row group why the task uses none of its rows.
 
-        The set of reasons is empty if some rows of the row group may count. The result is empty if all rows
-        have weight 1 in every task.
+        A set is empty if the task may use some rows of the row group. The result is empty if all rows have weight
+        1 in every task and are not requests.
         """
         plan, candidates = self._form.plan, self._form.schema.candidates
         tasks = plan.tasks if plan.has_task_weights or candidates else ()
@@ -152,13 +155,16 @@ class FooterStatistics:
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in self.groups.values()]
 
     def label_bounds(self) -> dict[str, set[float]]:
-        """Return the smallest and largest values of each label in the row groups; none for labels that are all null."""
+        """Return a mapping from label to its smallest and largest value in the file; no values if all are null.
+
+        Row groups without statistics count as row groups with both UNKNOWN_BOUNDS.
+        """
         return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
 
     def large_columns(self) -> dict[str, float]:
-        """Return the largest absolute value of each dense column without transform or scale, by column.
+        """Return a mapping from dense column to its largest absolute value, if it exceeds MAX_UNSCALED_VALUE.
 
-        Columns whose values do not exceed MAX_UNSCALED_VALUE are left out.
+        Columns that have a scale or are written by a transform are left out.
         """
         names = {*self._form.schema.dense} - {*self._form.schema.scale}
         bounds = ((name, _bounds(chunk) or ()) for name in names for chunk in self._iterate_chunks(name))
@@ -166,7 +172,7 @@ class FooterStatistics:
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
     def lacks_values(self, name: str) -> bool:
-        """Return True if there are no rows, or all values of a column of the file are null."""
+        """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
         is_in_file = bool(self._columns(name))
         return not self.groups or (is_in_file and all(map(_is_all_null, self._iterate_chunks(name))))
 
@@ -188,7 +194,7 @@ class FooterStatistics:
 
 
 def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[str, str]:
-    """Return the reason why a task uses no row of any file, for each task without usable rows.
+    """Return a mapping from each task that uses no row of any file to the reason.
 
     Args:
         excluded: Results of `FooterStatistics.list_exclusions` for all files.
@@ -205,7 +211,7 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
 
 
 def _list_statistics_checks(form: ResolvedReadPlan) -> Iterator[tuple[str, ChunkTest]]:
-    """Yield (column, function that returns True if a chunk of the column contains invalid values)."""
+    """Yield (column, function that returns True if a chunk of the column contains values that the plan forbids)."""
     schema = form.schema
     for name in (*form.plan.labels, *schema.dense):
         is_label = name in schema.labels
@@ -240,10 +246,7 @@ def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
-    """Return True if the statistics show that each value is null or below `bound`.
-
-    If `reaches` is False, values equal to `bound` are also accepted.
-    """
+    """Return True if the statistics show that every number is < `bound` (`reaches` True) or ≤ `bound` (False)."""
     if _is_all_null(chunk):
         return True
     _, greatest = _bounds(chunk) or (None, math.inf)

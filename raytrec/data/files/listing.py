@@ -29,12 +29,13 @@ PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the 
 TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
 MAX_NAMES_PER_REASON = 100  # maximum number of names per reason in the run folder
-REASON_UNREADABLE = "not readable files: pipes, devices, broken links, or names that are not UTF-8"
+UNREADABLE_KINDS = "pipes, devices, broken links, or names that are not UTF-8"
+REASON_UNREADABLE = f"unreadable: {UNREADABLE_KINDS}"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """All entries of a dataset's folders, listed before any file is decoded.
+    """Parquet files of a dataset's folders, and other entries with the reasons why they are not read.
 
     Attributes:
         files: Parquet files to read, in order.
@@ -46,12 +47,12 @@ class Listing:
 
     def __str__(self) -> str:
         """Return a summary of the counts with one example for each reason."""
-        text = f"{len(self.files):,} Parquet file{'s' * (len(self.files) != 1)}"
+        text = format_count(len(self.files), "Parquet file")
         reasons = (f"{len(paths):,} {why} ({_name(paths[0])})" for why, paths in self.left_out.items())
         return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
 
     def record(self) -> dict[str, Any]:
-        """Return the record for the run folder: a summary, counts by reason, and the first paths of each reason."""
+        """Return text (a summary), counts ("read" and by reason) and left_out (paths by reason) for the run folder."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
         left_out = {why: paths[:MAX_NAMES_PER_REASON] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
@@ -60,19 +61,19 @@ class Listing:
 def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL_PARTITIONS) -> Listing:
     """List the Parquet files of folders, in the given order of folders and by path within each folder.
 
-    A file is read if its name ends with .parquet (in upper or lower case) or if it begins and ends with
-    Parquet's magic bytes. Hidden files and folders are skipped: names that begin with `.`, or with `_` if
-    they contain no `=`.
+    Folders are searched recursively. A file is read if its name ends with .parquet (in upper or lower case), or if
+    it begins and ends with Parquet's magic bytes and its name does not end with one of TEMPORARY_SUFFIXES. Hidden
+    files and folders are skipped: names that begin with `.`, or with `_` if they contain no `=`.
 
     Args:
-        places: Folders or files.
+        places: A folder or file, or a list of them. A single file is read whatever its name.
         key: Config key that names the folders, for messages.
-        between: First and last partition.
+        between: First and last partition, both included.
 
     Raises:
         DataError: A folder does not exist, cannot be listed, contains no Parquet files, has no file between
-            the partitions, or belongs to a table format; an entry named *.parquet is not a readable file; or
-            a file is listed twice.
+            the partitions, or belongs to a table format (partitions.py); an entry named *.parquet is not a
+            readable file; or a file is listed twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -137,7 +138,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
             "the folder contains no Parquet files",
             where=where,
             expected="files named *.parquet, or other files that begin and end with Parquet's magic bytes",
-            do=f"check the entries of the folder: {Listing((), dict(left_out))}" if left_out else None,
+            do=f"check the folder, in which there are {Listing((), dict(left_out))}" if left_out else None,
         )
     if any(between):
         chosen = select_partitions(files, path, between, uri)
@@ -162,7 +163,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
     Args:
         root: Path of the folder.
         linked: Set that receives the parent folders of the targets of symbolic links.
-        left_out: Mapping that receives entries that are reached a second time through links.
+        left_out: Reason → paths; receives the entries that are reached a second time through links.
     """
     entries: list[ListedFile] = []
     first_paths: dict[tuple[int, int], str] = {}
@@ -251,7 +252,7 @@ def _select_parquet_files(
             candidates.append(path)
     if unreadable_parquet := sorted(path for path in unreadable if path.lower().endswith(".parquet")):
         raise DataError(
-            f"{len(unreadable_parquet)} entries named *.parquet are {REASON_UNREADABLE}",
+            f"cannot read {format_count(len(unreadable_parquet), 'file')} named *.parquet: {UNREADABLE_KINDS}",
             where=f"{where}, {unreadable_parquet[0]}",
             expected="regular files with UTF-8 names",
             do="remove these entries, or rename them with a leading _",

@@ -1,4 +1,4 @@
-"""Parse partitions and columns from key=value folders, and detect the folders of table formats.
+"""Parse partitions such as date=2026-11-07/hour=11 from folder names, and detect the folders of table formats.
 
 A table format keeps records of which files contain current rows. This module does not import torch.
 """
@@ -53,7 +53,7 @@ _PATTERNS = {name: re.compile(rf"/{pattern}(?=/|$)") for name, (pattern, _) in T
 
 
 def compute_path_key(path: str) -> list[tuple]:
-    """Return a sort key for a path that compares integer values in key=value folders as numbers."""
+    """Return a sort key for a path, with which integers in key=value folders are compared as numbers."""
     return [_sort_key(part) for part in path.split("/")]
 
 
@@ -78,9 +78,9 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
     includes every hour of that date.
 
     Args:
-        paths: Paths of files below `root`.
+        paths: Paths of files below `root`; at least one.
         root: Path of the dataset's folder.
-        between: First and last partition, both included.
+        between: First and last partition, both included; None: no bound.
         uri: Path or URI of the dataset's folder, for messages.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_bound(bound: str) -> str:
 
 
 def parse_folder_values(path: str) -> dict[str, str | None]:
-    """Return the values of the key=value folders in a file's path; the innermost folder of each key applies."""
+    """Return the key=value folders of a path as a mapping, with None for NULL_PARTITION_VALUE; the innermost counts."""
     values = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
@@ -133,7 +133,7 @@ def parse_folder_values(path: str) -> dict[str, str | None]:
 
 
 def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
-    """Return the columns that are in the names of a file's folders and not in the file."""
+    """Return the columns of a read plan that are keys of the file's folders and not in the file's schema `arrow`."""
     folders = parse_folder_values(uri)
     return frozenset(name for name in form.columns if name in folders and not _has_column(arrow, name))
 
@@ -146,20 +146,20 @@ def _has_column(arrow: pa.Schema, name: str) -> bool:
 
 
 def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
-    """Return the type of values in folder names: int64 if all values are integers, else text."""
+    """Return the type of values in folder names: int64 if all values except None are integers, else string."""
     is_integer = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if is_integer else pa.string()
 
 
 def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
-    """Return a column whose value is taken from a file's folder names, as type `kind`; None: text."""
+    """Return a column of `rows` equal values: the value of folder key `name` in a path, as `kind` (None: string)."""
     text, kind = parse_folder_values(path)[name], kind or pa.string()
     value = int(text) if text is not None and pa.types.is_integer(kind) else text
     return pa.repeat(pa.scalar(value, kind), rows)
 
 
 def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
-    """Return the type of each key in the files' folder names.
+    """Return a mapping from each key of key=value folders to the type of its values (`infer_folder_type`).
 
     Args:
         paths: Paths of files.
@@ -170,7 +170,7 @@ def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[
 
 
 def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
-    """Return the values of each key in the files' folder names; None stands for a missing value."""
+    """Return a mapping from each key of the files' key=value folders to all its values (`parse_folder_values`)."""
     values: dict[str, set[str | None]] = {}
     for folder in {path.rpartition("/")[0] for path in paths}:
         for key, value in parse_folder_values(f"{folder}/").items():
@@ -179,7 +179,7 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
 
 
 def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str) -> None:
-    """Check that neither a folder nor any of its parents or subfolders belongs to a table format.
+    """Check that neither a folder nor any of its nearest parents or subfolders belongs to a table format.
 
     Args:
         filesystem: Filesystem of the folder.
@@ -188,7 +188,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
         where: Config key and name of the folder, for messages.
 
     Raises:
-        DataError: The folder belongs to a table.
+        DataError: Records of a table format exist in one of these folders.
     """
     ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:MAX_PARENT_LEVELS]
     folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORD_FOLDERS]
@@ -199,8 +199,8 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
             if match := pattern.search(entry):
                 table = entry[: match.start()]
                 raise DataError(
-                    f"the folder is {name} or part of one: its files also contain rows that were removed, "
-                    "replaced or never committed",
+                    f"the folder is, or is part of, {name}: its files may contain rows that were removed, replaced or "
+                    "never committed",
                     where=f"{where}, {table}{match.group()}",
                     expected="a folder of Parquet files that contain only current rows",
                     do="write the current rows as plain Parquet: " + TABLE_FORMATS[name][1].format(table=table),

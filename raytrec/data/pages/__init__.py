@@ -1,4 +1,4 @@
-"""Read rows from the middle of a large row group. Does not import torch.
+"""Read rows from the middle of a large row group of a Parquet file. Does not import torch.
 
 pyarrow always reads a row group from its first row. However, columns are stored as pages (of about 20,000 rows
 in files from Spark and Arrow), and each page can be decoded separately, with the column's dictionary if it has one.
@@ -44,21 +44,21 @@ def read_rows(
 ) -> pa.Table:
     """Return columns for rows [first, last) of a row group, or for fewer rows if the row group ends earlier.
 
-    Columns whose pages have an unexpected format are decoded in batches from the row group's first row. This is
-    slower, but pyarrow can then either read the pages or report an error in the file.
+    Columns whose pages have an unexpected format are decoded in batches from the row group's first row. Decoding is
+    then slower, but pyarrow either reads the pages or reports an error in the file.
 
     Args:
         file: Open file.
         version: Version of the file; page positions are cached by version for later calls.
         reader: Reader of the file.
         group: Index of the row group.
-        first: First row.
+        first: Index of the first row in the row group.
         last: Index after the last row.
-        names: Names of columns or struct fields.
+        names: Names of columns or struct fields, as in `user.age`.
 
     Raises:
-        DamagedPageError, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, or the
-            storage fails.
+        DamagedPageError, ValueError, KeyError, OSError, pa.ArrowException: The file is damaged, the storage fails,
+            or a column does not exist.
     """
     footer, columns = reader.metadata, set(reader.schema_arrow.names)
     leaves = _leaves(footer)
@@ -80,13 +80,13 @@ def read_rows(
 
 
 def _reader(file: pa.NativeFile, footer: pq.FileMetaData) -> pq.ParquetFile:
-    """Return a Parquet reader that reads only the requested bytes of a file, in small buffers."""
+    """Return a Parquet reader that reads column chunks in small buffers instead of as a whole."""
     options = {"metadata": footer, "pre_buffer": False, "buffer_size": STREAM_BUFFER_BYTES}
     return pq.ParquetFile(file, page_checksum_verification=True, **options)
 
 
 class _RowSpan(NamedTuple):
-    """Rows [first, last) of a file's row group."""
+    """Rows [first, last) of row group `group` of a file with the given version and footer."""
 
     version: FileVersion
     footer: pq.FileMetaData
@@ -99,12 +99,12 @@ def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str
     """Return tables decoded from pages; columns whose pages start at the same row share a table.
 
     Args:
-        pieces: Leaf column → its fetched pages.
+        pieces: Index of a leaf column → its fetched pages.
         span: Rows to return.
-        columns: Name → leaf column.
+        columns: Column name → index of its leaf column.
 
     Raises:
-        One of DECODING_ERRORS: The pages are not as expected.
+        One of DECODING_ERRORS: The pages cannot be decoded, or contain too few rows.
     """
     by_skip = defaultdict(list)
     for name, leaf in columns.items():
@@ -123,7 +123,7 @@ def _read_pages(pieces: dict[int, ChunkBytes], span: _RowSpan, columns: dict[str
 
 
 def _leaves(footer: pq.FileMetaData) -> dict[str, list[int]]:
-    """Return a mapping from full column or field name to the indexes of its leaf columns."""
+    """Return a mapping from each column or field, named as in `user.age`, to the indexes of its leaf columns."""
     leaves = defaultdict(list)
     for i in range(footer.num_columns):
         path = footer.schema.column(i).path
@@ -137,7 +137,7 @@ class ChunkBytes(NamedTuple):
     """Bytes of the pages of a column chunk that contain requested rows.
 
     Attributes:
-        begin: Offset of the chunk in the file.
+        begin: Offset of the column chunk in the file.
         data: Bytes of the dictionary page (if the pages need it) and of the data pages.
         row: Index of the first row in the data pages, within the row group.
     """
@@ -148,13 +148,15 @@ class ChunkBytes(NamedTuple):
 
 
 def _fetch(file: pa.NativeFile, span: _RowSpan, leaves: list[int], used: set[int]) -> dict[int, ChunkBytes]:
-    """Return the pages with rows [first, last) by leaf column, for columns in `used` with known page formats.
+    """Return a mapping from leaf column to its pages with the rows of `span`.
+
+    The mapping contains the columns in `used` whose page formats are supported.
 
     Args:
         file: Open file.
         span: Rows to read.
-        leaves: Leaf columns whose pages are looked up and checked.
-        used: Leaf columns whose pages are read.
+        leaves: Indexes of leaf columns whose pages are looked up and checked.
+        used: Indexes of leaf columns whose pages are read.
 
     Raises:
         DamagedPageError: The pages of a column contradict the footer.
@@ -194,7 +196,7 @@ def _pages(span: _RowSpan, leaf: int) -> PageIndex:
 
 
 def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: list[str]) -> pa.Table:
-    """Return columns for `rows` rows of a row group, after skipping the reader's first `skip` rows."""
+    """Return columns for at most `rows` rows of a row group, after skipping the `skip` first rows of the reader."""
     size = skip + rows if skip + rows <= 2 * BATCH_ROWS else BATCH_ROWS
     batches, remaining = [], rows
     for batch in reader.iter_batches(size, row_groups=[group], columns=columns, use_threads=False):
@@ -207,7 +209,7 @@ def _stream(reader: pq.ParquetFile, group: int, skip: int, rows: int, columns: l
 
 
 def _read_ahead(read_at: ReadAt) -> ReadAt:
-    """Return a function that reads READ_AHEAD_BYTES or more at a time; later requests for these bytes need no read."""
+    """Return a function that reads at least READ_AHEAD_BYTES at once, and serves later requests from these bytes."""
     begin, data = 0, b""
 
     def read(at: int, size: int) -> bytes:
@@ -220,7 +222,7 @@ def _read_ahead(read_at: ReadAt) -> ReadAt:
 
 
 class SparseFile(io.RawIOBase):
-    """Read-only file of `size` bytes of which only some pieces (offset → bytes) are available."""
+    """Read-only file of `size` bytes, of which only the bytes in `pieces` (offset → bytes) are available."""
 
     def __init__(self, pieces: dict[int, bytes], size: int):
         super().__init__()
@@ -228,7 +230,7 @@ class SparseFile(io.RawIOBase):
         self._size, self._at = size, 0
 
     def readable(self) -> bool:
-        """Return True."""
+        """Return True: the file can be read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -237,7 +239,7 @@ class SparseFile(io.RawIOBase):
         return self._at
 
     def read(self, size: int = -1) -> bytes:
-        """Return at most `size` bytes from the current position within a piece; b"" outside of all pieces.
+        """Return at most `size` bytes, up to the end of the piece at the current position; b"" outside of all pieces.
 
         If `size` is negative, all bytes up to the end of the piece are returned.
         """

@@ -13,6 +13,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from raytrec.common.formatting import format_count
+
 ReadAt = Callable[[int, int], bytes]  # (offset, size) → bytes; fewer than `size` only at the end of the file
 MAX_HEADER_BYTES = 1 << 20  # maximum size of a page header
 DATA, DATA_PAGE_V2 = 0, 3  # PageType of parquet.thrift
@@ -25,15 +27,18 @@ MAX_UNCOUNTED_BYTES = 100  # size of a dictionary page's header, which early Jav
 
 
 class DamagedPageError(Exception):
-    """Error for pages that contradict the footer and would therefore be decoded to wrong rows."""
+    """Error for pages that contradict the file's footer, so that decoding could return wrong rows."""
 
 
 class PageIndex:
     """Positions of those data pages of a column chunk that start with a new row.
 
     Damage to one page would shift the rows of all later pages. Therefore, the pages' numbers of rows and
-    values must add up to the numbers in the footer. If a page whose levels are counted has a checksum, the
-    checksum must be correct. The class is thread-safe.
+    values must add up to the numbers in the footer. If a page of lists has a checksum, the checksum must be
+    correct. The class is thread-safe.
+
+    Attributes:
+        begin: Offset of the column chunk in the file.
     """
 
     def __init__(self, chunk: pq.ColumnChunkMetaData, column: pq.ColumnSchema, rows: int):
@@ -65,6 +70,9 @@ class PageIndex:
         with self._lock:
             while self._left > 0 and self._at < self._end:
                 self._advance_page(read_at)
+        if self._left and self._row == self._all_rows:
+            missing = format_count(self._left, "value")
+            raise DamagedPageError(f"the pages of column {self._name} contain {missing} fewer than the footer claims")
         if self._left or self._row != self._all_rows:
             raise DamagedPageError(
                 f"the pages of column {self._name} contain {self._row:,} rows, but the footer claims {self._all_rows:,}"
@@ -74,7 +82,7 @@ class PageIndex:
         """Read the pages that contain rows [first, last), after a call to `look_up`.
 
         Returns:
-            Bytes of the dictionary (if needed) and the pages; and the index of the first row in the pages.
+            Bytes of the dictionary page (if needed) and of the data pages; index of their first row in the row group.
 
         Raises:
             ValueError: No page contains the first row.
@@ -115,7 +123,7 @@ class PageIndex:
         self._at += size + body
 
     def _header(self, read_at: ReadAt) -> tuple[dict[int, Any], int]:
-        """Return the next page's header as (field id → value, size of the header in bytes)."""
+        """Return the header of the next page: (field id → value, size of the header in bytes)."""
         size, room = 128, min(MAX_HEADER_BYTES, self._end - self._at)
         while True:
             try:
@@ -154,7 +162,7 @@ class PageIndex:
 
 
 def count_rows(data: bytes, width: int, count: int) -> tuple[int, bool]:
-    """Count the rows that begin in `count` repetition levels; each level of 0 begins a row.
+    """Count the rows that begin in the first `count` repetition levels; each level of 0 begins a row.
 
     Args:
         data: Levels in Parquet's hybrid encoding (run-length and bit-packed).
@@ -209,11 +217,11 @@ TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range
 
 
 class TruncatedDataError(ValueError):
-    """Error for bytes that end within a value."""
+    """Error for bytes that end within a Thrift value."""
 
 
 def read_struct(data: bytes, at: int = 0, depth: int = 0) -> tuple[dict[int, Any], int]:
-    """Return (field id → value, end position) of the struct that begins at byte `at`.
+    """Return (field id → value, end position) of the Thrift struct at byte `at`, inside `depth` other structs.
 
     Raises:
         TruncatedDataError: The bytes end within the struct.

@@ -42,7 +42,7 @@ class ReadErrorPolicy:
     log: str | None = None
 
     def leave_out(self, error: DataError, rows: int | None) -> None:
-        """Record rows skipped because of an error, or raise the error.
+        """Record rows that are skipped because of an error; raise the error if `skip` is False.
 
         Args:
             error: Error of the rows.
@@ -61,20 +61,19 @@ class ReadErrorPolicy:
 def decode_columns(
     path: str, group: int, first: int, rows: int, names: list[str], folders: Mapping[str, pa.DataType | None] = {}
 ) -> pa.Table:
-    """Return columns for a range of rows of a row group, from the file and from the names of its folders.
+    """Return columns for rows [first, first + rows) of a row group, from the file and from the names of its folders.
 
     Args:
         path: Path or URI of the file.
         group: Index of the row group.
         first: Index of the first row in the row group.
         rows: Number of rows.
-        names: Names of the columns.
+        names: Names of the columns and struct fields, in the order of the result.
         folders: Column → type, for columns read from folder names (ResolvedReadPlan.folders); default: all
             columns are in the file.
 
     Raises:
-        DataError: The file is damaged or has changed, or the storage fails. The error names the file and row
-            group.
+        DataError: The file is damaged, has changed or lacks a column, or the storage fails.
     """
     stored = [name for name in names if name not in folders]
     try:
@@ -132,7 +131,7 @@ _open_files = _OpenFiles()
 
 
 def _open_cached(version: FileVersion, open_file: Callable[[], pa.NativeFile]) -> tuple[pa.NativeFile, pq.ParquetFile]:
-    """Return a file and its reader, which stay open for the next row groups.
+    """Return a file and its reader, which stay open for the next row groups of this thread.
 
     Opening a file takes as long as decoding a thousand rows.
     """
