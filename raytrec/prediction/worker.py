@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from raytrec.common import messages
-from raytrec.common.errors import DataError, RunError, convert_os_errors
+from raytrec.common.errors import DataError, RunError, convert_os_errors, get_first_line
 from raytrec.common.formatting import format_count
 from raytrec.common.messages import Command, Restart
 from raytrec.data.fragments import read_footer
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MAX_STEPS_IN_FLIGHT = 2  # maximum number of batches whose scores are still being computed or copied from a GPU
 MAX_QUEUED_SPANS = 2  # maximum number of predicted spans waiting to be written
 PROGRESS_INTERVAL_S = 2.0  # minimum interval between progress messages
-REPEAT_ADVICE = "remove the folder _parts in the output folder and repeat the command; complete files are kept"
+REPEAT_ADVICE = "repeat the command; if the error persists, remove the folder _parts in the output folder first"
 
 
 def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
@@ -97,8 +97,7 @@ def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrde
             rows += order.global_rows(None, number - 1)
             if monotonic() - reported > PROGRESS_INTERVAL_S or number == total:
                 reported = monotonic()
-                speed = {"rows_per_s": rows / max(1e-9, reported - began)}
-                context.report(messages.Train(step=number, figures=speed))
+                context.report(messages.Train(step=number, figures={"rows_per_s": rows / max(1e-9, reported - began)}))
             agreed = consensus.exchange(context.heartbeat.command, LossStatus(number, None), False)
             if agreed is not None and agreed.command == Command.RESTART and number < total:
                 raise Restart(f"after {number} of {total} batches")
@@ -247,22 +246,32 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         tick: Function called after each part, to report progress.
 
     Raises:
-        RunError: A part is damaged or has changed, or the file cannot be written.
+        RunError: A part cannot be read or has changed, or the file cannot be written.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
-    with _report_write_errors(task):
-        names = [folder.uri_of(task.part_of(span)) for span in spans]
-        for name, span in zip(names, spans, strict=True):
-            part_counts = Counts.from_footer(read_footer(name), binding)
-            if part_counts is None or part_counts.rows != span.rows:
-                what = "an intermediate file of predictions is damaged or has changed"
-                raise RunError(what, where=name, expected=format_count(span.rows, "row"), do=REPEAT_ADVICE)
-            counts += part_counts
-        schema = read_footer(names[0]).schema.to_arrow_schema().with_metadata(counts.metadata(binding))
-        with folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
-            for table in map(read_verified, names):
-                writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
-                tick()
+    names, footers = [folder.uri_of(task.part_of(span)) for span in spans], []
+    for name, span in zip(names, spans, strict=True):
+        footers.append(_read_part(read_footer, name))
+        part_counts = Counts.from_footer(footers[-1], binding)
+        if part_counts is None or part_counts.rows != span.rows:
+            what = "an intermediate file of predictions is damaged or has changed"
+            raise RunError(what, where=name, expected=format_count(span.rows, "row"), do=REPEAT_ADVICE)
+        counts += part_counts
+    schema = footers[0].schema.to_arrow_schema().with_metadata(counts.metadata(binding))
+    with _report_write_errors(task), folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
+        for name in names:
+            table = _read_part(read_verified, name)
+            writer.write_table(table.replace_schema_metadata(schema.metadata), row_group_size=len(table))
+            tick()
+
+
+def _read_part(read: Callable[[str], Any], name: str) -> Any:
+    """Return the result of `read` for a part; raise RunError if the part cannot be read."""
+    try:
+        return read(name)
+    except (DataError, OSError, pa.ArrowException) as error:
+        what = f"an intermediate file of predictions cannot be read: {get_first_line(error)}"
+        raise RunError(what, where=name, expected="a complete Parquet file", do=REPEAT_ADVICE) from None
 
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:

@@ -243,5 +243,5 @@ def test_predict_refuses_changed_input(run, data, tmp_path):
     price = pa.array(np.zeros(len(table), np.float32))
     at = table.column_names.index("price")
     pq.write_table(table.set_column(at, "price", price), data / "part-1.parquet", row_group_size=50)
-    with pytest.raises(ConfigError, match="the input files or data.transforms have changed"):
+    with pytest.raises(ConfigError, match=r"the input files or data\.transforms have changed"):
         predict(run, data, tmp_path / "out", columns=["row"])

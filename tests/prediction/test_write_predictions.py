@@ -1,5 +1,7 @@
 """Spans of scores as files: columns, nulls, assembled parts and unreadable input."""
 
+from pathlib import Path
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -9,7 +11,7 @@ from raytrec.common.errors import DataError, RunError
 from raytrec.data.fragments import Dataset, RowGroup
 from raytrec.prediction.folder import Counts, Manifest, PredictionFolder, PredictionTask
 from raytrec.prediction.inputs import CarriedColumns, cut_spans
-from raytrec.prediction.worker import SpanWriter, group_by_file, join_parts, to_score_column
+from raytrec.prediction.worker import REPEAT_ADVICE, SpanWriter, group_by_file, join_parts, to_score_column
 
 
 @pytest.fixture
@@ -90,6 +92,19 @@ def test_assemble_refuses_changed_parts(task):
     with pytest.raises(RunError, match="is damaged or has changed"):
         join_parts(task, spans)
     assert not (PredictionFolder(task.out).list_names() & {"a.parquet"})
+
+
+@pytest.mark.parametrize("damage", ["page", "footer"])
+def test_join_of_damaged_parts_gives_possible_advice(task, damage):
+    spans = cut_task_spans(task)[:2]
+    write_spans(task, spans)
+    part = Path(task.out, task.part_of(spans[1]))
+    content = bytearray(part.read_bytes())
+    content[len(content) // 3 if damage == "page" else -6] ^= 0xFF
+    part.write_bytes(content)
+    with pytest.raises(RunError, match="an intermediate file of predictions cannot be read") as error:
+        join_parts(task, spans)
+    assert str(part) in error.value.where and error.value.do == REPEAT_ADVICE
 
 
 def test_score_column_is_null_only_for_absent_rows():
