@@ -135,12 +135,8 @@ def read_index(folder: str) -> dict:
     except (ValueError, KeyError, TypeError) as error:
         raise make_unreadable_error(f"its index is damaged ({error})", where) from None
     if version != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint has format {shorten_repr(version)}",
-            where=where,
-            expected=f"format {FORMAT}",
-            do="use the version of raytrec that saved the checkpoint",
-        )
+        what, do = f"the checkpoint has format {shorten_repr(version)}", "use the version of raytrec that saved it"
+        raise CheckpointError(what, where=where, expected=f"format {FORMAT}", do=do)
     if not is_intact:
         raise make_unreadable_error("its index is damaged (the hash does not match)", where)
     if problem := _find_type_problem(_Index, index) or _find_tensors_problem(index):

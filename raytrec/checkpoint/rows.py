@@ -56,11 +56,8 @@ class StoredTable:
                 f"there is no table '{name}'{format_suggestion(name, names)}", where=folder, expected=expected
             )
         if entry["dtype"] not in NUMPY_DTYPES:
-            raise CheckpointError(
-                f"table {name} has the unsupported dtype {entry['dtype']}",
-                where=folder,
-                expected=f"one of {', '.join(NUMPY_DTYPES)}",
-            )
+            what, expected = f"table {name} has the unsupported dtype {entry['dtype']}", ", ".join(NUMPY_DTYPES)
+            raise CheckpointError(what, where=folder, expected=f"one of {expected}")
         self._name = name
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)

@@ -38,8 +38,7 @@ class ColumnSplit:
         program: Program that takes `inputs`, the user of each candidate, and the dense columns of users or None
             (single_rows.py).
         once: Indices of the inputs of `program` with one row per user.
-        min_candidates: Number of candidates per user from which this split is faster than rows that contain the
-            user's columns and are read by the third reader of `plain`. None: not measured.
+        min_candidates: Number of candidates from which this split is faster than repeating the user; None: unknown.
     """
 
     names: frozenset[str]

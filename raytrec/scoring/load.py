@@ -287,9 +287,6 @@ def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
         raise RunError(what, where=str(file), expected=f"at most {schema.rows:,}")
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
-        raise RunError(
-            f"column 'row' contains values that are not rows of table {table}",
-            where=str(file),
-            expected=f"int64 values from 0 to {schema.rows - 1:,}",
-        )
+        what = f"column 'row' contains values that are not rows of table {table}"
+        raise RunError(what, where=str(file), expected=f"int64 values from 0 to {schema.rows - 1:,}")
     return IdRows(schema, ids_to_keys(ids), rows)

@@ -142,8 +142,7 @@ class RowReader:
 def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
     """Return True if values of type `sent` are accepted in a column of type `trained`.
 
-    Text, times and numbers differ, but times may be sent as text. Lists are accepted only for lists. Other types,
-    such as null, are always accepted.
+    Text, times and numbers differ, but text is accepted for times. Lists are accepted only for lists, and null always.
     """
     if list_element_type(plain(sent)) is not None and list_element_type(trained) is None:
         return False

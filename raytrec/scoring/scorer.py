@@ -146,6 +146,8 @@ class Scorer:
         Raises:
             ConfigError: The export does not contain this program.
         """
+        if program not in self._programs and self.manifest.towers:
+            raise ConfigError(f"there is no tower '{program}'", where=f"tower={program}", expected="query or item")
         if program not in self._programs:
             raise ConfigError(
                 f"the model of run {self.manifest.source.run} does not compute query and item vectors",
@@ -202,14 +204,12 @@ class Scorer:
     def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
         """Read a user and candidates, in any form that `predict` accepts, for `rank` or `score`.
 
-        If there are only a few candidates, and scoring them with the user's columns in each row is faster, such rows
-        are returned.
+        A few candidates are returned as rows that contain the user's columns, if scoring such rows is faster.
 
         Args:
             user: One row.
             candidates: Rows with the remaining columns of the model.
-            max_ids: Maximum number of ids in a list that the fast reader (plain_rows.py) accepts; rows with longer
-                lists are returned as tables.
+            max_ids: Maximum number of ids in a list for the fast reader (plain_rows.py); others are read as tables.
 
         Returns:
             (candidates, user, split) for `rank`, or (rows with all columns, None, None) for `score`.
@@ -286,7 +286,6 @@ class Scorer:
             return [each.numpy() for each in split.run(user_inputs, row_inputs, users_B)]
 
     def _select_known(self, names: Iterable[str]) -> frozenset[str]:
-        """Return the names that are columns of the model."""
         return frozenset(names) & frozenset(self.columns.names)
 
     def _make_split(self, names: frozenset[str]) -> ColumnSplit:

@@ -13,7 +13,7 @@ from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
-from raytrec.common.errors import RunError
+from raytrec.common.errors import ConfigError, RunError
 from raytrec.scoring import load as loading
 from raytrec.scoring.load import hash_in_child
 from raytrec.scoring.manifest import read_manifest
@@ -97,3 +97,9 @@ def test_last_reference_frees_the_tables(export):
         assert tables() is None
     finally:
         gc.enable()
+
+
+def test_vectors_name_an_unknown_tower(export):
+    with pytest.raises(ConfigError, match="there is no tower 'user'") as error:
+        raytrec.load(export[0]).vectors({}, tower="user")
+    assert error.value.expected == "query or item"
