@@ -1,4 +1,4 @@
-"""Runs that are Ray jobs: submitted through Ray's Job API, and followed through the logs of the jobs."""
+"""Runs that are Ray jobs, which are submitted through Ray's Job API and followed through their logs."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from raytrec.common.messages import EVENTS, METRICS
 from raytrec.config.overrides import to_override_texts
 from raytrec.tracking.progress_log import ERROR, FOLDER, RESULT, parse
 
-JOB_START_TIMEOUT_S = 600  # time for a job to begin its run; before, the job may wait for nodes
+JOB_START_TIMEOUT_S = 600  # time for a job to start its run; the job may first wait for nodes
 FAILED_LOG_LINES = 3  # last log lines shown for a job that failed without a raytrec error
-STOPPED_LOG_LINES = 4  # last log lines shown for a stopped job: signal, save, step, how to resume
+STOPPED_LOG_LINES = 4  # last log lines shown for a stopped job: signal, save, step, advice to resume
 
 
 class JobApi(Jobs):
-    """Client of a cluster through the job API of its dashboard, http://HOST:PORT; runs are Ray jobs."""
+    """Client that starts and opens runs as Ray jobs, through the job API of a cluster's dashboard."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Submit a run. If the same run was submitted before and interrupted, it is resumed."""
+        """Submit a run, and return it. If the same run was submitted and interrupted before, resume it."""
         return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
-        """Return the run of a job, given the job id.
+        """Return the run that a job trains, given the job id.
 
         Raises:
             RunError: There is no such job.
@@ -42,7 +42,7 @@ class JobApi(Jobs):
             raise RunError(
                 f"there is no job '{job}'",
                 where=self.address,
-                expected=f"the id of a job: {', '.join(ids[:5])}" if ids else "a job; no jobs exist yet",
+                expected=f"one of the jobs {', '.join(ids[:5])}" if ids else "the id of a job; no jobs exist yet",
                 do="pass the job id (run.job), or open the run by its name with Cluster('ray://HOST:10001')",
             )
         return JobRun(self, job)
@@ -54,7 +54,7 @@ class JobApi(Jobs):
 class JobRun(Run):
     """Run that is a Ray job, followed through the job's log (tracking/progress_log.py).
 
-    The log contains JSON lines with metrics and results between the lines for users.
+    Between the lines for users, the log contains JSON lines with metrics and results.
 
     Args:
         jobs: Jobs of the cluster.
@@ -67,15 +67,16 @@ class JobRun(Run):
 
     @property
     def folder(self) -> str:
-        """Return the run folder on the cluster; wait until the job has begun its run.
+        """Return the run folder on the cluster; wait until the job has started its run.
 
         Raises:
-            RunError: The job ended without beginning a run, or did not begin a run within ten minutes.
+            RaytrecError: The job ended without starting a run (if it failed, its error is raised), or has not
+                started a run within ten minutes.
         """
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the job did not start a run within {JOB_START_TIMEOUT_S} s", where=self.job)
+                raise RunError(f"the job has not started a run within {JOB_START_TIMEOUT_S} s", where=self.job)
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error unless the job succeeded
@@ -107,7 +108,7 @@ class JobRun(Run):
             self.error = RunError(f"the job failed: {why}", where=self.job)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Run a command as a separate job, wait for its end, and return its metrics."""
+        """Run a command such as evaluate as a separate job, wait for the end of the job, and return its metrics."""
         words = ["python", "-m", "raytrec", name, self.folder]
         options = {key: value for key, value in options.items() if value is not None}
         for override in to_override_texts(options.pop("overrides", None)):
@@ -145,10 +146,10 @@ class JobRun(Run):
 
 
 def follow(jobs: Jobs, job: str) -> int:
-    """Print the log of a job from its beginning. Ctrl-C detaches, and the job continues.
+    """Print the log of a job from its beginning until the job ends. After Ctrl-C, the job continues.
 
     Returns:
-        Exit code of the job; 143 if the job was stopped, 130 after Ctrl-C.
+        Exit code of the job as in `Jobs.exit_code`; 130 after Ctrl-C.
     """
     try:
         for line in JobRun(jobs, job).logs():
@@ -166,7 +167,7 @@ def follow(jobs: Jobs, job: str) -> int:
 
 
 def stop(jobs: Jobs, job: str) -> None:
-    """Ask a job to save a checkpoint and end, wait until it has ended, and print the last lines of its log.
+    """Ask a job to save a checkpoint and end, wait until the job has ended, and print the last lines of its log.
 
     Raises:
         RunError: The job has already ended.

@@ -31,11 +31,11 @@ T = TypeVar("T")
 
 
 class Jobs:
-    """Client for the jobs of a cluster, which uses Ray's Job API.
+    """Client of the Job API of a Ray cluster, which submits, queries and stops jobs.
 
     Args:
-        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else the dashboard of
-            this machine.
+        address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else DEFAULT_ADDRESS, the
+            dashboard of this machine.
 
     Raises:
         ConfigError: The address is not the URL of a dashboard.
@@ -46,7 +46,7 @@ class Jobs:
         self.address = (address or os.environ.get(ADDRESS_VARIABLES[0]) or DEFAULT_ADDRESS).rstrip("/")
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(
-                f"'{self.address}' is not a job API address",
+                f"'{self.address}' is not an address of the job API",
                 where="--address",
                 expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
@@ -61,17 +61,17 @@ class Jobs:
         include: list[str | Path] | tuple = (),
         root: str | None = None,
     ) -> str:
-        """Submit a run, and return its job id.
+        """Submit a run as a job, and return the id of the job.
 
-        Submitting the same run again resumes it after an interruption. The configuration, with overrides
-        applied, is uploaded as a file, so that no command line shows its values. raytrec's code and the modules that
-        the configuration names are also uploaded.
+        If the same run was submitted before and interrupted, the job resumes it. The configuration, with overrides
+        applied, is uploaded as a file, so that no command line shows its values. The code of raytrec and the modules
+        that the configuration names are also uploaded.
 
         Args:
-            source: Path of a config file, a mapping of its values, or a RunConfig; its paths are on the cluster.
+            source: Path of a config file, a mapping of its values, or a RunConfig; paths in it refer to the cluster.
             overrides: `section.key=value` strings.
             include: Additional files and folders that the job needs.
-            root: Folder on the cluster to which paths are relative; default: the cluster's RAYTREC_ROOT.
+            root: Folder on the cluster to which relative paths refer; default: the cluster's RAYTREC_ROOT.
         """
         name, config = get_config_file_name(source), load_config(source, overrides)
         patience = config.scaling.shutdown_grace_s + 30
@@ -87,11 +87,12 @@ class Jobs:
 
         Args:
             command: Shell command, which runs in the job's working directory.
-            runtime_env: Ray's runtime environment of the job.
-            name: Prefix of the id; characters that URLs do not allow are replaced.
+            runtime_env: Runtime environment of the job, such as {"working_dir": FOLDER, "env_vars": {}}.
+            name: Prefix of the id; characters that URLs do not allow are replaced with underscores.
 
         Raises:
             ConfigError: The command or its environment variables contain a secret.
+            RunError: The cluster does not respond or rejects the job.
         """
         _check_no_secrets(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs
@@ -101,7 +102,7 @@ class Jobs:
         while True:
             try:
                 return self._call_api(submit)
-            except RunError as error:  # the cluster has just been started
+            except RunError as error:  # a cluster that has just been started is not ready for jobs
                 if NO_AGENT_TEXT not in error.what or time.monotonic() > deadline:
                     raise
                 time.sleep(1)
@@ -109,7 +110,8 @@ class Jobs:
     def runs(self) -> list[dict[str, Any]]:
         """Return a dictionary for each submitted job, newest first.
 
-        The keys are name (job id), folder (always None), state and unix_s (start time; 0 if unknown).
+        The keys are name (job id), folder (always None), state (running, also for waiting jobs, finished, failed or
+        stopped) and unix_s (start time as Unix time in seconds; 0 if unknown).
         """
         runs = []
         for job in self._call_api(self._client.list_jobs):
@@ -133,7 +135,7 @@ class Jobs:
         return str(self._call_api(lambda: self._client.get_job_status(job)).value)
 
     def exit_code(self, job: str) -> int:
-        """Wait for a job to end, and return its exit code; 143 if the job was stopped."""
+        """Wait for a job to end, and return its exit code; 143 if the job was stopped, 1 if a failed job has none."""
         while (status := self.status(job)) not in STATES:
             time.sleep(0.5)
         if status == "STOPPED":
@@ -142,22 +144,22 @@ class Jobs:
         return (0 if status == "SUCCEEDED" else 1) if code is None else code
 
     def message(self, job: str) -> str:
-        """Return Ray's message about the status of a job, such as the reason of a failure."""
+        """Return Ray's message about the status of a job, such as the reason for a failure; empty if there is none."""
         return self._call_api(lambda: self._client.get_job_info(job)).message or ""
 
     def stop(self, job: str) -> bool:
-        """Ask a job to save a checkpoint and end. Return False if the job had already ended."""
+        """Ask a job to save a checkpoint and end, without waiting. Return False if the job has already ended."""
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
-        """Return a job's log from character `log_offset` on, and the job's status, queried before the log."""
+        """Return a job's log from character `log_offset` on ("" if it has none), and the status before this query."""
         status = self.status(job)
         try:
             return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status
         except RunError:
             if status in STATES:
                 raise
-            return "", status  # the caller asks again
+            return "", status
 
     def _connect(self) -> Any:
         from ray.job_submission import JobSubmissionClient
@@ -170,7 +172,7 @@ class Jobs:
             os.environ |= variables
 
     def _call_api(self, ask: Callable[[], T]) -> T:
-        """Return the response to a call of the job API; convert errors of the API to RunErrors."""
+        """Call a function that uses the job API, and return its result; convert errors of the API to RunErrors."""
         from ray.exceptions import AuthenticationError
         from requests.exceptions import RequestException
 
@@ -181,7 +183,7 @@ class Jobs:
                 "the cluster refuses the token",
                 where=self.address,
                 expected="the token with which the cluster was started",
-                do=f"store the token in {describe_token_source()}",
+                do=f"store this token in {describe_token_source()}",
             ) from None
         except (ConnectionError, RequestException):
             raise RunError(
@@ -212,7 +214,7 @@ def _check_no_secrets(command: str, runtime_env: dict[str, Any]) -> None:
 
 
 def _shorten_traceback(text: str) -> str:
-    """Return the last line of a traceback sent by a server, without its HTTP prefix."""
+    """Return the last line of a traceback sent by the job API, at most 500 characters, without its HTTP prefix."""
     text = re.sub(r"^Request failed with status code \d+: ", "", text)
     lines = [line.strip() for line in text.splitlines() if line.strip(" \".'")]
     return lines[-1][:500] if lines else text

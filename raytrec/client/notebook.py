@@ -22,7 +22,7 @@ COLOURS = {"finished": "#009e73", "failed": "#d55e00", "interrupted": "#d55e00",
 
 
 def find_notebook_display(name: str) -> NotebookDisplay | None:
-    """Return a display of a run in the current cell of this notebook, or None outside of notebooks."""
+    """Return a display in the output of the current notebook cell, or None outside of notebooks."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module else None
     return NotebookDisplay(name) if hasattr(shell, "kernel") else None
@@ -37,10 +37,10 @@ class NotebookDisplay:
 
     def __init__(self, name: str):
         self._name, self._drawn_at, self._drawn = name, 0.0, (0, 0)
-        self._outputs: dict[str, Any] = {}  # display handles of the cell's outputs by name
+        self._outputs: dict[str, Any] = {}  # name (line or curves) → display handle of the output
 
     def __call__(self, run: Run) -> None:
-        """Show the current state of the run."""
+        """Update the display with data that `run` has already read."""
         from IPython.display import HTML, Image
 
         self._show("line", HTML(render_progress(self._name, run)))
@@ -61,7 +61,7 @@ class NotebookDisplay:
 
 
 class Pictures(dict):
-    """Mapping of name → PNG picture, displayed as images in notebooks."""
+    """Mapping from name to PNG bytes of a picture; notebooks display the pictures."""
 
     def __repr__(self) -> str:
         return f"<Pictures {', '.join(self)}>"
@@ -91,7 +91,7 @@ class Page:
 
 
 def render_progress(name: str, run: Run) -> str:
-    """Return HTML with a progress bar, and below the bar the metrics, the result or the error of a run."""
+    """Return HTML with a progress bar, and below it the result of a run, else its error, else its latest metrics."""
     progress = run.get_last_progress()
     share = 100 * progress["step"] / progress["total"] if progress["total"] else 0
     colour = COLOURS.get(run.state, "#0072b2")
@@ -113,7 +113,7 @@ def render_progress(name: str, run: Run) -> str:
 
 
 def render_curves(history: History) -> bytes:
-    """Return the curves of the metrics, as in the run's report, as a PNG image; b"" before the first metric."""
+    """Return the curves of the metrics, as in the run's report, as PNG bytes; b"" before the first metric."""
     from raytrec.report.figures.learning import curves
     from raytrec.report.figures.style import save_png
 

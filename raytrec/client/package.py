@@ -1,4 +1,4 @@
-"""Files that are uploaded with a job: code, the configuration and the user's modules."""
+"""Files that are uploaded to a cluster for a run: code, the configuration and the user's modules."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
         reserved_names: Names at the top level that are reserved for other files.
 
     Raises:
-        ConfigError: A file is missing, cannot be read, or would have the path of another file; or the files are too
-            many or too large.
+        ConfigError: A file is missing, cannot be read, or would have the path of another file; there are too many
+            files, or the files are too large.
     """
     package_files = {
         Path(package) / path: file
@@ -48,13 +48,13 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
     for place in places:
         for path, file in _list_place_files(place):
             if path in package_files and not _is_working_directory(place):
-                _refuse(place, f"{path} is a file of raytrec itself", "another name")
+                _refuse(place, f"{path} is a file of raytrec itself", "a file or folder with another name")
             if str(path) in reserved_names and not _is_working_directory(place):
-                _refuse(place, f"{path} is the name of the uploaded config file", "another name")
+                _refuse(place, f"{path} is the name of the uploaded config file", "a file with another name")
             if uploads.setdefault(path, file).resolve() != file.resolve():
-                _refuse(place, f"{path} is included twice: {uploads[path]}, {file}", "only one of them")
+                _refuse(place, f"{path} is included twice: {uploads[path]}, {file}", "one file for each path")
             if len(uploads) > MAX_UPLOAD_FILES:
-                _refuse(place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "code and small files")
+                _refuse(place, f"the upload has more than {MAX_UPLOAD_FILES:,} files", "only the needed files")
     uploads |= package_files
     _check_size(uploads)
     with tempfile.TemporaryDirectory(prefix="raytrec-job-") as folder:  # 0700
@@ -67,14 +67,14 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
 
 
 def get_config_file_name(source: Source) -> str:
-    """Return the name that a config file gets in the upload; run.yaml if `source` is not a file."""
+    """Return the name under which a config file is uploaded; run.yaml if `source` is not the path of a file."""
     return f"{to_run_name(Path(source).stem)}.yaml" if isinstance(source, (str, Path)) else "run.yaml"
 
 
 def find_user_modules(config: RunConfig) -> list[Path]:
     """Return the files and folders in the working directory that contain modules named by the configuration.
 
-    Other modules are installed or missing. The run reports missing modules.
+    Other modules are either installed on the cluster or missing. The run reports missing modules.
     """
     modules = list_user_code(config.model_dump(by_alias=True, mode="json"))
     tops = {name.partition(":")[0].partition(".")[0] for name in modules}
@@ -90,10 +90,10 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
         has_name = place.name not in ("", ".", "..")
         source = place.absolute().parent.resolve() / place.name if has_name else place.resolve()
         if not source.exists():
-            _refuse(place, "there is no such file or folder", "a file or folder on this machine")
+            _refuse(place, "the file or folder does not exist", "a file or folder on this machine")
         top = source.relative_to(working_dir) if source.is_relative_to(working_dir) else Path(source.name)
         if working_dir.is_relative_to(source) and working_dir != source:
-            _refuse(place, "the folder contains the working directory", "the needed files")
+            _refuse(place, "the folder contains the working directory", "only the needed files and folders")
         for path, file in _walk_files(source, str(place)):
             yield top / path, file
     except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or an invalid name
@@ -109,7 +109,7 @@ def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
     """
     if not source.is_dir():
         if not source.is_file():
-            _refuse(label, "the path is not a file or folder", "a file or folder")
+            _refuse(label, "the path is neither a regular file nor a folder", "a regular file or folder")
         yield Path(), source
         return
     parents: dict[str, tuple[str, ...]] = {str(source): (os.path.realpath(source),)}
@@ -147,8 +147,8 @@ def _check_size(files: dict[Path, Path]) -> None:
     if (total := sum(sizes.values())) > MAX_UPLOAD_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
-            f"the upload of the job is too large: {total >> 20} MiB",
+            f"the files to upload are too large: {total >> 20} MiB",
             where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
-            expected=f"at most {MAX_UPLOAD_BYTES >> 20} MiB: code and small files",
-            do="store data where all nodes of the cluster can read it, and set that path in the config",
+            expected=f"at most {MAX_UPLOAD_BYTES >> 20} MiB of code and small files",
+            do="store data on storage that all nodes of the cluster can read, and name its path in the config",
         )

@@ -1,7 +1,7 @@
 """Functions that Ray clients call on a cluster: queries about runs, and the driver of a run.
 
 A run is given by the name of its folder in RAYTREC_ROOT/runs, or by the path of its folder. Clients can only read
-files that a run writes, and only in a folder with the config.yaml of a run. Does not import torch.
+files that a run writes, and only in a folder with the config.yaml of a run. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
 def runs() -> list[dict[str, Any]]:
-    """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time)."""
+    """Return {name, folder, state, unix_s} of each run in RAYTREC_ROOT/runs, the last started first."""
     entries = [
         {
             "name": folder.name,
@@ -55,7 +55,7 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
     Args:
         run: Name or folder of the run.
-        since: File (one of GROWING_FILES) → number of bytes already read; missing files count as 0.
+        since: File name (one of GROWING_FILES) → number of bytes already read; default for a file: 0.
 
     Returns:
         "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next call;
@@ -80,18 +80,18 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
 
 
 def file(run: str, name: str) -> bytes:
-    """Return the content of one of the files that a run writes for users.
+    """Return the content of a file in a run folder, given the file's name (one of FILES).
 
     Raises:
         RunError: The name is not one of FILES, or the file is missing, unreadable, or too large.
     """
     if name not in FILES:
-        raise RunError(f"'{name}' is not a readable file of a run", expected=", ".join(FILES))
+        raise RunError(f"'{name}' is not a readable file of a run", expected=f"one of {', '.join(FILES)}")
     return _read_run_file(run_folder(run) / name)
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """Return the pictures of a run's report: name → PNG. Missing pictures are drawn first if there is a report."""
+    """Return name → PNG bytes of each picture of a run's report. If there is a report without pictures, draw them."""
     folder = run_folder(run)
     if not any((folder / PICTURES).glob("*.png")) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -101,7 +101,7 @@ def pictures(run: str) -> dict[str, bytes]:
 
 
 def stop(run: str) -> None:
-    """Ask a run to save a checkpoint and end.
+    """Ask a run to save a checkpoint and end, without waiting for its end.
 
     Raises:
         RunError: There is no such run, or it is not running.
@@ -143,7 +143,7 @@ def run_folder(run: str) -> Path:
         raise RunError(
             f"there is no run '{run}'{format_suggestion(run, names)}",
             where=make_absolute(RUNS_FOLDER),
-            expected=", ".join(names[:10]) or "the name or folder of a run; no runs exist yet",
+            expected=f"one of {', '.join(names[:10])}" if names else "the name or folder of a run; no runs exist yet",
         )
     return folder
 
@@ -179,7 +179,7 @@ def _hosts() -> dict[str, str]:
 
 
 def _new_lines(path: Path, since: int) -> bytes:
-    """Return the complete lines of a file from a byte offset on, up to MAX_ANSWER_BYTES."""
+    """Return the complete lines of a file from byte offset `since` on, up to MAX_ANSWER_BYTES; b"" if it is missing."""
     missing = suppress(FileNotFoundError, NotADirectoryError)
     with convert_os_errors(f"cannot read {path.name}", where=str(path.parent)), missing, open_regular(path) as file:
         file.seek(since)
@@ -195,7 +195,7 @@ def _read_run_file(path: Path) -> bytes:
         try:
             return read_bytes(path, MAX_ANSWER_BYTES)
         except FileNotFoundError:
-            raise RunError(f"the run has not written {path.name} yet", where=str(path.parent)) from None
+            raise RunError(f"the run has not written {path.name}", where=str(path.parent)) from None
 
 
 class Driver:
@@ -206,11 +206,11 @@ class Driver:
     """
 
     def begin(self, name: str, text: str) -> str:
-        """Find the interrupted run to resume, or prepare a new one, and return its folder.
+        """Find an interrupted run to resume, or prepare a new run, and return the run folder.
 
         Args:
-            name: Name of the config file, after which a new run is named.
-            text: Content of the config file, YAML.
+            name: Name of the config file, from which a new run gets its name.
+            text: Content of the config file in YAML.
         """
         from raytrec.driver.prepare import resolve_config
 
@@ -220,7 +220,7 @@ class Driver:
         return self._config.run.dir
 
     def train(self) -> dict[str, Any] | None:
-        """Train the run of `begin`, and return the content of result.json; None if a signal stopped the run."""
+        """Train the run that `begin` has prepared, and return its metrics; None if a signal stopped the run."""
         import raytrec
 
         try:
@@ -229,7 +229,7 @@ class Driver:
             return None
 
     def command(self, name: str, run: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
-        """Call raytrec.evaluate, predict or index with a run, and return the metrics.
+        """Call raytrec.evaluate, raytrec.predict or raytrec.index with a run, and return the metrics.
 
         Args:
             name: evaluate, predict or index.
@@ -244,7 +244,7 @@ class Driver:
 
 
 def _call_raising_raytrec_errors(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return the result of a call; convert errors to RaytrecErrors, which every client can unpickle."""
+    """Call a function, and return its result; convert errors to RaytrecErrors, which every client can unpickle."""
     try:
         return call(*arguments, **options)
     except Exception as error:

@@ -33,7 +33,7 @@ class RayClient:
     """Client of a Ray cluster at ray://HOST:PORT, which starts runs and reads their folders.
 
     Args:
-        address: ray://HOST:PORT of the Ray client server, as printed by `raytrec head`.
+        address: ray://HOST:PORT of the Ray client server; for a local cluster, `raytrec head` prints the address.
 
     Raises:
         RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
@@ -44,7 +44,7 @@ class RayClient:
         self._connections: dict[tuple[Path, ...], Connection] = {(): Connection(address, ())}
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Start a run. If the same run was started before and interrupted, it is resumed."""
+        """Start a run, and return it without waiting. If the same run was started and interrupted before, resume it."""
         config = load_config(source, overrides)
         places = tuple(path.absolute() for path in (*find_user_modules(config), *include))
         if places not in self._connections:  # each connection has its own copy of the user's code
@@ -55,11 +55,11 @@ class RayClient:
         return ClientRun(connection, folder, driver)
 
     def run(self, run: str) -> Run:
-        """Return an existing run, given its name or folder."""
+        """Return an existing run, given its name in RAYTREC_ROOT/runs or its folder."""
         return ClientRun(self._connections[()], run)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the runs in RAYTREC_ROOT/runs (`queries.runs`)."""
+        """Return {name, folder, state, unix_s} of each run in RAYTREC_ROOT/runs (`queries.runs`)."""
         return self._connections[()].call(queries.runs)
 
     def close(self) -> None:
@@ -73,8 +73,9 @@ class ClientRun(Run):
 
     Args:
         connection: Connection to the cluster.
-        folder: Run folder; for an existing run, also its name.
-        driver: Actor (queries.Driver) that then trains the run; None for an existing run.
+        folder: Run folder, or the name of an existing run.
+        driver: Actor (queries.Driver) that has prepared the run, and that this object asks to train it; None for an
+            existing run.
     """
 
     def __init__(self, connection: Connection, folder: str, driver: Any = None):
@@ -91,7 +92,7 @@ class ClientRun(Run):
         return self._folder
 
     def stop(self) -> None:
-        """Wait until the run has started, and ask it to save a checkpoint and end."""
+        """Wait until the run has started, and ask the run to save a checkpoint and end."""
         while self._poll() == "starting":
             sleep(self.poll_s)
         self._ask(queries.stop)
@@ -152,7 +153,7 @@ class Connection:
         places: Files and folders of the user that are uploaded to the cluster, in addition to raytrec's code.
 
     Raises:
-        RunError: As in `RayClient`.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):
@@ -169,7 +170,7 @@ class Connection:
             self._head, *_ = find_head_nodes()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function on the head node, and return its result. Errors are as in `result`."""
+        """Call a function on the head node, and return its result; raise the errors of `result`."""
         import ray
 
         with self._lock, self._context:
@@ -178,16 +179,16 @@ class Connection:
         return self.ask(self._remote[function], *arguments)
 
     def ask(self, remote: Any, *arguments: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
-        """Call a remote function or actor method, and return its result. Errors are as in `result`."""
+        """Call a remote function or actor method, and return its result; raise the errors of `result`."""
         return self.result(self.start(remote, *arguments), timeout)
 
     def start(self, remote: Any, *arguments: Any) -> Any:
-        """Call a remote function or actor method, and return the object reference of its result."""
+        """Call a remote function or actor method, and return the object reference of its result without waiting."""
         with self._lock, self._context:
             return remote.remote(*arguments)
 
     def actor(self, kind: type) -> Any:
-        """Start an actor of class `kind` on the head node."""
+        """Start an actor of class `kind` on the head node, and return its handle."""
         import ray
 
         with self._lock, self._context:
@@ -209,7 +210,7 @@ class Connection:
 
         Raises:
             RunError: The cluster did not respond in time, the connection was lost, or Ray reports an error.
-            Exception: Error of the remote call itself.
+            Exception: The remote call raised this error.
         """
         import ray
         from ray.exceptions import GetTimeoutError, RayError
@@ -233,12 +234,12 @@ class Connection:
             raise cause from None
 
     def close(self) -> None:
-        """Disconnect from the cluster."""
+        """Disconnect from the cluster, which ends the runs started over this connection."""
         self._context.disconnect()
 
 
 def _connect(address: str, folder: Path) -> Any:
-    """Return a Ray client context; its processes on the cluster use a copy of `folder` as working directory.
+    """Connect to a cluster, whose processes use a copy of `folder` as working directory; return the Ray client context.
 
     On a busy machine, the process that Ray 2.60 starts for a client may end during its start, without an
     error (`proxier.start_specific_server`). Therefore, up to three attempts to connect are made.
@@ -261,7 +262,7 @@ def _connect(address: str, folder: Path) -> Any:
 
 
 def _explain_connect_error(address: str, error: Exception) -> RunError:
-    """Return an error for users that explains why Ray client could not connect.
+    """Return an error for users that states why Ray client could not connect.
 
     Raises:
         RunError: The cluster runs another version of Ray or Python.

@@ -26,10 +26,10 @@ ENDED = ("finished", "stopped", "failed", "interrupted")
 
 
 class Cluster:
-    """Ray cluster on which a notebook or program starts and follows runs.
+    """Connection to a Ray cluster on which a notebook or program starts and follows runs.
 
     Args:
-        address: ray://HOST:PORT (Ray client: runs end with this process) or http(s)://HOST:PORT (job API of the
+        address: ray://HOST:PORT (Ray client: runs end with this connection) or http(s)://HOST:PORT (job API of the
             dashboard: runs are jobs, and continue when this process ends).
 
     Raises:
@@ -44,7 +44,7 @@ class Cluster:
             from raytrec.client.job_run import JobApi as Backend  # type: ignore[assignment]
         else:
             what = f"'{address}' is not a cluster address"
-            raise ConfigError(what, expected="ray://HOST:10001 (Ray client), or http://HOST:8265 (job API)")
+            raise ConfigError(what, expected="ray://HOST:10001 (Ray client) or http://HOST:8265 (job API)")
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # the module recommends ipywidgets
         self.address, self._backend = address, Backend(address)
 
@@ -54,8 +54,8 @@ class Cluster:
         This machine's raytrec code and the modules that the config names are uploaded.
 
         Args:
-            source: Path of a config file, a mapping of its values, or a RunConfig; paths are on the cluster,
-                relative to RAYTREC_ROOT.
+            source: Path of a config file, a mapping of its values, or a RunConfig; paths in it refer to the cluster,
+                and relative paths to its RAYTREC_ROOT.
             overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
             include: Additional files and folders that the run needs.
         """
@@ -70,9 +70,9 @@ class Cluster:
         return self._backend.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return the runs in RAYTREC_ROOT/runs, newest first: name, folder, state, unix_s (start time).
+        """Return a dictionary {name, folder, state, unix_s} for each run in RAYTREC_ROOT/runs, newest first.
 
-        Over http://, return the jobs of the cluster: name is the job id, and folder is None.
+        unix_s is the start time. Over http://, return the jobs of the cluster: name is the job id, and folder is None.
         """
         return self._backend.runs()
 
@@ -88,12 +88,12 @@ class Run:
     """Run on a cluster, returned by `Cluster.train` and `Cluster.run`.
 
     Attributes:
-        state: starting, running, finished, stopped (a checkpoint is saved), failed, or interrupted (the driver
+        state: starting, running, finished, stopped (by a user or the cluster), failed, or interrupted (the driver
             was killed).
-        history: Metrics that have been read so far.
+        history: Metrics and result that have been read so far.
         log: Lines of the log for users that have been read so far, each with its line break.
         error: Error of a failed run; None otherwise.
-        poll_s: Seconds between two queries.
+        poll_s: Seconds between two queries of the cluster.
         job: Id of the run's job; None with ray://.
     """
 
@@ -103,7 +103,7 @@ class Run:
     def __init__(self) -> None:
         self.state, self.history, self.log = "starting", History(), list[str]()
         self.error: RaytrecError | None = None
-        self._first: tuple[float, int] | None = None  # time and step when metrics were first read
+        self._first: tuple[float, int] | None = None  # time and step when a step was first read
 
     @property
     def folder(self) -> str:
@@ -116,7 +116,7 @@ class Run:
         return PurePosixPath(self.folder).name
 
     def stop(self) -> None:
-        """Ask the run to save a checkpoint and end. Calling `Cluster.train` again resumes the run."""
+        """Ask the run to save a checkpoint and end. `Cluster.train` with the same config then resumes the run."""
         raise NotImplementedError
 
     def _read(self) -> None:
@@ -132,12 +132,15 @@ class Run:
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """Return step, total (steps), rows_per_s, training metrics, state and eta_s (seconds); None if unknown yet."""
+        """Query the cluster, and return step, total steps, rows_per_s, training metrics, state and eta_s by name.
+
+        eta_s is the estimated remaining time in seconds. Values that are not known yet are None.
+        """
         self._poll()
         return self.get_last_progress()
 
     def get_last_progress(self) -> dict[str, Any]:
-        """Return the same values as `progress` from data that has already been read."""
+        """Return the same values as `progress`, without querying the cluster."""
         trained, step, total = self.history.figures(Train), self.history.step, self.history.total_steps
         latest, eta_s = trained[-1].figures if trained else {}, None
         if self.state == "running" and self._first is not None and total and step > self._first[1]:
@@ -165,12 +168,12 @@ class Run:
         return series
 
     def keys(self, kind: type[Measured]) -> list[str]:
-        """Return the keys of the metrics that training or evaluations have recorded so far."""
+        """Return the keys of the metrics that messages of a kind, Train or Eval, have contained so far."""
         recorded = {key for line in self.history.figures(kind) for key in line.figures}
         return [figure.key for figure in self.history.recorded_metrics if figure.key in recorded]
 
     def logs(self) -> Iterator[str]:
-        """Yield the lines of the run's log, from its beginning until the run ends."""
+        """Yield the lines of the run's log with their line breaks, from its beginning until the run ends."""
         line_count = 0
         for _ in self._updates():
             yield from self.log[line_count:]
@@ -182,7 +185,7 @@ class Run:
         An interrupt ends the display, and the run continues.
 
         Returns:
-            Content of result.json as returned by `wait`, or None after an interrupt.
+            Content of result.json as returned by `wait`, or None after an interrupt (Ctrl-C).
 
         Raises:
             RaytrecError: The run failed (its error is raised), was stopped, or was interrupted.
@@ -221,7 +224,7 @@ class Run:
         """Evaluate the newest checkpoint on the cluster.
 
         Args:
-            data: Parquet folder or file, as seen from the cluster.
+            data: Parquet folder or file, as a path or URI on the cluster.
             options: workers and batch_size (default: as in training), and overrides, such as
                 ["data.on_error=skip"].
 
@@ -231,13 +234,13 @@ class Run:
         return self._command("evaluate", {"data": data}, options)
 
     def predict(self, data: str, out: str, **options: Any) -> dict[str, Any]:
-        """Predict every row of Parquet data on the cluster, by default with the newest checkpoint.
+        """Predict the scores of all rows of Parquet data on the cluster, by default with the newest checkpoint.
 
         Each input file yields an output file of the same name. Repeat the call to resume an interrupted prediction.
 
         Args:
-            data: Parquet folder or file, as seen from the cluster.
-            out: Folder to write to, as seen from the cluster.
+            data: Parquet folder or file, as a path or URI on the cluster.
+            out: Folder to write to, as a path or URI on the cluster.
             options: columns (list of columns to copy to the output; default: data.reserve_columns), workers,
                 checkpoint (a step or "best"), and overrides, such as ["data.on_error=skip"].
 
@@ -253,8 +256,8 @@ class Run:
         repeat it to continue.
 
         Args:
-            items: Parquet folder or file with one row per item, as seen from the cluster.
-            out: Folder to write to, as seen from the cluster.
+            items: Parquet folder or file with one row per item, as a path or URI on the cluster.
+            out: Folder to write to, as a path or URI on the cluster.
             options: item, columns, faiss, queries, workers, checkpoint and overrides, as in raytrec.index.
 
         Returns:
@@ -263,11 +266,11 @@ class Run:
         return self._command("index", {"items": items, "out": out}, options)
 
     def report(self) -> Page:
-        """Return the run's report.html as a page that notebooks display (ray:// only); `text` is its HTML."""
+        """Return the run's report.html as a page that notebooks display (ray:// only); Page.text is the HTML."""
         return Page(self._ask(queries.file, "report.html").decode())
 
     def pictures(self) -> Pictures:
-        """Return the pictures of the report, name → PNG (ray:// only). Notebooks display all pictures."""
+        """Return a mapping from name to PNG bytes of the report's pictures, which notebooks display (ray:// only)."""
         return Pictures(self._ask(queries.pictures))
 
     def file(self, name: str) -> str:
@@ -294,7 +297,7 @@ class Run:
         return self.state
 
     def _updates(self) -> Iterator[None]:
-        """Read new data at intervals until the run has ended, and yield each time."""
+        """Read new data every `poll_s` seconds until the run has ended, and yield after each read."""
         while self._poll() not in ENDED:
             yield
             sleep(self.poll_s)

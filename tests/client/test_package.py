@@ -45,17 +45,17 @@ def test_packing_follows_links_and_keeps_their_names(workspace):
 @pytest.mark.parametrize(
     "include,what",
     [
-        (["nowhere"], "there is no such file or folder"),
+        (["nowhere"], "the file or folder does not exist"),
         (["..", "mine"], "the folder contains the working directory"),
         (["/"], "the folder contains the working directory"),
         (["../raytrec"], "a file of raytrec itself"),
         (["../run.yaml"], "the name of the uploaded config"),
         (["../x", "../y/x"], "is included twice"),
-        (["../pipe"], "not a file or folder"),
+        (["../pipe"], "neither a regular file nor a folder"),
         (["../odd"], "is not a regular file"),
         (["../broken"], "is a broken symbolic link"),
         (["../circle"], "is a link to one of its parent folders"),
-        (["a\0b"], "there is no such file or folder"),
+        (["a\0b"], "the file or folder does not exist"),
     ],
 )
 def test_packing_rejects_unsupported_paths(workspace, include, what):
@@ -76,6 +76,6 @@ def test_packing_rejects_unsupported_paths(workspace, include, what):
 
 def test_large_folder_is_rejected_before_copying(workspace, monkeypatch):
     monkeypatch.setattr(package, "MAX_UPLOAD_BYTES", 100)
-    with pytest.raises(ConfigError, match="the upload of the job is too large"):
+    with pytest.raises(ConfigError, match="the files to upload are too large"):
         pack("../x")
     assert list((workspace / "made").iterdir()) == []
