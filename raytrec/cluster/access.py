@@ -42,13 +42,13 @@ UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 
 
 def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
-    """Make this process and its child processes require and send Ray's token; call before using Ray.
+    """Make this process and its child processes require and send Ray's token. Call this function before using Ray.
 
-    If the user has set RAY_AUTH_MODE to another mode, no token is used. The driver of a job uses the mode of its
+    If RAY_AUTH_MODE is set to a mode other than token, no token is used. The driver of a job uses the mode of its
     cluster.
 
     Args:
-        create: True to create a missing token for a new cluster.
+        create: True to create a token for a new cluster if there is none.
         is_local_only: True if only this process and its children use the new cluster. The token is then kept
             in their environment if its file cannot be written or read.
 
@@ -74,7 +74,7 @@ def token_file() -> Path:
 
 
 def describe_token_source() -> str:
-    """Return a noun phrase for messages that names the place where the token is, or where to store it."""
+    """Return a noun phrase for messages that names the place of the token, whether it exists or not."""
     if os.environ.get(TOKEN):
         return f"the environment variable {TOKEN}"
     return f"{token_file()} (or in the file that {TOKEN_PATH_VARIABLE} names)"
@@ -84,7 +84,7 @@ def load_or_create_token(file: Path) -> str:
     """Return the token in a file. A missing file is created with a new token, readable by its owner alone.
 
     Raises:
-        OSError: The file cannot be created or read.
+        OSError: The file or its folder cannot be created, or the file cannot be read.
     """
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -114,13 +114,13 @@ def _require_token_file(create: bool, local_only: bool) -> None:
         raise RunError(
             "the token of the Ray cluster is missing",
             where=f"{TOKEN} is not set, and {file} is missing or unreadable",
-            expected="the token of the cluster, available from its owner",
-            do=f"store it in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
-            f"if your own cluster requires no token, set {AUTH_MODE_VARIABLE}=disabled",
+            expected="the token of the cluster, which its owner can provide",
+            do=f"store the token in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
+            f"if the cluster requires no token, set {AUTH_MODE_VARIABLE}=disabled",
         )
     if file.stat().st_uid == os.getuid() and file.stat().st_mode & 0o077:
         with suppress(OSError):  # read-only file system
-            file.chmod(0o600)  # `ray get-auth-token --generate` writes it readable by all
+            file.chmod(0o600)  # `ray get-auth-token --generate` makes it readable for all users
 
 
 def check_cluster(address: str, address_source: str) -> None:
@@ -128,11 +128,11 @@ def check_cluster(address: str, address_source: str) -> None:
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        address_source: Source of the address, such as a setting, named in errors.
+        address_source: Source of the address, such as scaling.address=auto, which errors name.
 
     Raises:
-        RunError: No server responds, or the server is not a Ray cluster, refuses the token, or was started
-            without a token.
+        RunError: No Ray cluster responds at the address, or the cluster refuses the token, requires a token that
+            this process lacks, or was started without a token.
     """
     _check_listening(address, address_source)
     _check_token(address, address_source)
@@ -173,7 +173,7 @@ def _check_token(address: str, source: str) -> None:
                 "the cluster requires a token" if no_token else "the cluster refuses the token",
                 where=source,
                 expected="the token with which the cluster was started",
-                do=f"store it in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} to its file{no_token}",
+                do=f"store the token in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} to its file{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(
@@ -194,7 +194,7 @@ def _check_token(address: str, source: str) -> None:
 
 
 def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...]) -> Any:
-    """Return the status of a failed call, or None if the call succeeds."""
+    """Call a gRPC method with a token. Return None on success, else the status code."""
     import grpc
 
     try:
@@ -205,7 +205,7 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
 
 
 def _list_addresses(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs to try: the given address, and the address by which Ray replaces 127.0.0.1."""
+    """Return the (host, port) pairs to try: those of the address, and of the address with which Ray replaces it."""
     addresses = []
     for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
@@ -215,7 +215,7 @@ def _list_addresses(address: str) -> list[tuple[str, int]]:
 
 
 def _find_address(address: str) -> str | None:
-    """Return the cluster's HOST:PORT, or None if Ray finds no cluster."""
+    """Return HOST:PORT for an address such as auto, or None if Ray finds no cluster."""
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:
@@ -225,16 +225,16 @@ def _find_address(address: str) -> str | None:
 
 
 def check_version_mismatch(reported: str, *, where: str, expected: str, do: str) -> None:
-    """Check that an error of Ray was not caused by a cluster with another version of Ray or Python.
+    """Check that an error of Ray does not report a cluster with another version of Ray or Python.
 
     Args:
         reported: Text of the error.
-        where: Address of the cluster, named in errors.
+        where: Address of the cluster or its source, for the error.
         expected: Field `expected` of the error if the Python versions differ.
         do: Field `do` of the error if the Python versions differ.
 
     Raises:
-        RunError: The versions differ.
+        RunError: The error reports that the versions differ.
     """
     if versions := parse_version_mismatch(reported):
         check_cluster_version(versions[0], where=where)
@@ -248,7 +248,7 @@ def check_cluster_version(cluster: str, *, where: str) -> None:
 
     Args:
         cluster: Ray version of the cluster.
-        where: Address of the cluster, named in errors.
+        where: Address of the cluster or its source, for the error.
 
     Raises:
         RunError: The versions differ.

@@ -1,11 +1,11 @@
-"""Replacement for Ray's setup_worker.py that requests a worker forked from the warm process.
+"""Replacement for Ray's setup_worker.py that requests a worker forked from the warm process (warm_process.py).
 
-This process asks the warm process for a worker and exits when that worker ends.
+This process asks the warm process to fork a worker, and exits when the worker ends.
 
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
-Ray runs the script as a file, and the script imports as few modules as possible. It runs Ray's own script instead if
-there is no warm process, if the warm process does not respond or refuses, and for workers with another interpreter.
+Ray runs this file as a script, which imports as few modules as possible. The script runs Ray's own script if there is
+no warm process, if the warm process does not respond or refuses, and for workers with another interpreter.
 """
 
 import json
@@ -18,7 +18,7 @@ CONTEXT, LANGUAGE, PLACE = "--serialized-runtime-env-context=", "--language=", "
 
 
 def main() -> None:
-    """Wait for a forked worker, or run Ray's setup_worker.py if no worker can be forked."""
+    """Request a forked worker and wait for its end; if no worker can be forked, run Ray's setup_worker.py."""
     context = next((a[len(CONTEXT) :] for a in sys.argv if a.startswith(CONTEXT)), "") or "{}"
     settings = json.loads(context)
     plain = not settings.get("command_prefix") and not settings.get("override_worker_entrypoint")
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _quote_interpreter(settings: dict) -> str:
-    """Return the settings as JSON, with the interpreter quoted, because Ray (2.60.0) writes it into a shell command."""
+    """Return a runtime environment as JSON with a quoted interpreter, which Ray 2.60 writes into a shell command."""
     from shlex import quote
 
     interpreter = settings.get("py_executable") or sys.executable
@@ -43,8 +43,8 @@ def _run_forked(command: list, overrides: dict, place: str) -> bool:
     """Request a forked worker, and return True when it has ended; return False if no worker was forked.
 
     Args:
-        command: Command line of the worker.
-        overrides: Environment variables set by the worker's runtime environment.
+        command: Command line of the worker without the interpreter.
+        overrides: Environment variables that the worker's runtime environment sets.
         place: Path of the warm process's Unix socket; empty: no warm process.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,7 +1,7 @@
 """Program of the warm process (warm_process.py), which imports workers' modules and forks workers on request.
 
-The program is run as a file. Its standard input is one end of a socket pair, which delivers two messages. The
-first contains Python's module search path and the modules to import. The second, sent after the raylet's
+The driver runs this file as a script. Its standard input is one end of a socket pair, which delivers two messages.
+The first contains Python's module search path and the modules to import. The second, sent after the raylet's
 start, contains environment variables of Ray's workers, the modules that import Ray, and the listening socket.
 When a byte or the end of the stream arrives, this process ends with every worker that it has forked. If the stream
 ends without a byte, the driver was killed, and this process also kills the raylet's agents.
@@ -33,7 +33,7 @@ from threading import Thread
 
 
 def main() -> None:
-    """Import modules as instructed, then serve fork requests until the driver ends."""
+    """Import the modules that the driver names, then serve fork requests until the driver ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _import(modules: list[str]) -> None:
-    """Import modules; ignore failures, because workers repeat failed imports and report the errors."""
+    """Import modules; ignore errors, because workers repeat failed imports and report the errors."""
     for module in modules:
         with suppress(Exception):
             import_module(module)
@@ -82,7 +82,8 @@ def _forks_can_use_gpus() -> bool:
     """Return True if CUDA is not initialized in this process, so that forked processes can use GPUs.
 
     CUDA's state does not survive a fork, and torch refuses GPUs in processes forked after CUDA's initialization.
-    An open device file shows that CUDA is initialized. GPUs in WSL 2 have no device file, so torch is asked as well.
+    An open device file shows that CUDA is initialized. GPUs in WSL 2 have no device file, so the function also asks
+    torch.
     """
     places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     for place in places:
@@ -121,7 +122,7 @@ def _call_in_fork(function: Callable[[], bytes]) -> bytes:
 def _serve(control: socket.socket, listener: socket.socket, ready: bool) -> None:
     """Serve fork requests until a byte or the end of the stream arrives on `control`.
 
-    Unless `ready`, every request is refused, and workers start without forking.
+    Unless `ready` is True, every request is refused, and workers start without forking.
     """
     ended, wake = socket.socketpair()
     wake.setblocking(False)
@@ -157,7 +158,7 @@ def _answer_request(listener: socket.socket, ready: bool, pids: set[int], socket
 
 
 def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
-    """Return True if a new process with these environment variables would load the modules as this process did.
+    """Return True if a new process with these environment variables would import modules as this process did.
 
     Args:
         env: Environment with which Ray starts its workers.
@@ -175,10 +176,10 @@ def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """Return a message and the file descriptors received with it.
+    """Receive a message with up to three file descriptors, and return both.
 
     Raises:
-        EOFError: The other end is closed.
+        EOFError: The other end of the connection is closed.
     """
     head, fds, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:
@@ -228,7 +229,7 @@ def _find_ray_agents(raylet: int) -> list[int]:
 
 
 def _run_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
-    """Run the worker in a forked process and exit without the cleanup of the warm process."""
+    """Run a worker in this forked process, then exit without the cleanup of the warm process."""
     code = 1
     try:
         _become_worker(connection, request, fds)
@@ -245,7 +246,7 @@ def _run_worker(connection: socket.socket, request: dict, fds: list[int]) -> Non
 
 
 def _become_worker(connection: socket.socket, request: dict, fds: list[int]) -> None:
-    """Run the command line of the request, `python default_worker.py ...`, in this process."""
+    """Run the command line of a request, such as `default_worker.py ...`, in this process."""
     os.setsid()  # the raylet kills whole process groups
     for number, fd in enumerate(fds):
         os.dup2(fd, number)

@@ -1,7 +1,8 @@
 """Checks that the raylet and the GCS of a driver are running.
 
-Ray itself reports the end of a raylet after 13 s, and ends the driver 60 s after the end of the GCS. Its
-reports are long and do not state how to resume. These checks take seconds and report one sentence.
+The raylet is Ray's process that starts workers on a machine. The GCS is the process that manages the cluster. Ray
+itself reports the end of a raylet after 13 s, and ends the driver 60 s after the end of the GCS. Its reports are long
+and do not state how to resume. These checks take seconds and report one sentence.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ PART_DESCRIPTIONS = {
 
 
 class RayLost(RunError):
-    """Error raised when the raylet or the GCS has ended, and all workers with it.
+    """Error raised when the raylet or the GCS has ended or does not respond, so that all workers are lost.
 
     Attributes:
-        part: RAYLET or GCS, whichever has ended.
+        part: RAYLET or GCS, whichever is lost.
     """
 
     part = ""
@@ -40,7 +41,7 @@ class RayMonitor:
     """Monitor that connects to the raylet and the GCS of this driver to check that they are running.
 
     Args:
-        patience_s: Seconds to wait for a machine that does not respond at all.
+        patience_s: Seconds after which a raylet or GCS counts as lost if its machine does not respond at all.
         is_own_ray: True for a local Ray cluster of this process, whose raylet and GCS do not restart.
     """
 
@@ -53,7 +54,7 @@ class RayMonitor:
         """Check that the raylet and the GCS are running, at most once per POLL_INTERVAL_S.
 
         Raises:
-            RayLost: One of them has ended.
+            RayLost: The raylet or the GCS has ended or does not respond.
         """
         if monotonic() - self._last_check < POLL_INTERVAL_S:
             return
@@ -62,12 +63,12 @@ class RayMonitor:
         self._last_check = monotonic()
 
     def confirm(self) -> None:
-        """Check whether the end of the raylet or GCS caused an error that Ray raised.
+        """Check whether the end of the raylet or the GCS has caused an error that Ray has raised.
 
-        If one of them cannot be reached, wait until it responds or counts as ended, about ten seconds at most.
+        If one of them cannot be reached, wait until it responds or counts as lost, about ten seconds at most.
 
         Raises:
-            RayLost: One of them has ended.
+            RayLost: The raylet or the GCS has ended or does not respond.
         """
         self._last_check = 0.0
         self.check()
@@ -81,20 +82,20 @@ class RayMonitor:
             self._since.pop(part, None)
             return
         except ConnectionRefusedError:
-            gone_s = REFUSED_TIMEOUT_S
+            gone_s, end = REFUSED_TIMEOUT_S, "has exited, which ended all workers"
             if part == GCS and not self._own:  # it may be restarting
                 gone_s = float(os.environ.get(GCS_RECONNECT_VARIABLE, GCS_RESTART_TIMEOUT_S))
         except OSError:
-            gone_s = self._patience_s
+            gone_s, end = self._patience_s, "does not respond, so all workers are lost"
         if monotonic() - self._since.setdefault(part, monotonic()) > gone_s:
-            what = f"Ray's {part}, {PART_DESCRIPTIONS[part]}, has exited, which ended all workers"
+            what = f"Ray's {part}, {PART_DESCRIPTIONS[part]}, {end}"
             lost = RayLost(what, where="{}:{}".format(*place))
             lost.part = part
             raise lost
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return the (host, port) of RAYLET and GCS; {} with Ray client, which connects to neither of them."""
+    """Return RAYLET and GCS → (host, port); {} with Ray client, which connects to neither of them."""
     import ray
     from ray.util.client import ray as client
 
@@ -108,7 +109,7 @@ def _places() -> dict[str, tuple[str, int]]:
 
 
 def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambda: None) -> Any:
-    """Wait for the result of a task or actor method and return it; check meanwhile that Ray is running.
+    """Wait for the result of a task or actor method, and return it; meanwhile, check that Ray is running.
 
     Args:
         ref: Object reference of the result.
@@ -116,7 +117,8 @@ def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambd
         on_poll: Function called every half second; exceptions that it raises are not caught.
 
     Raises:
-        RayLost: The raylet or the GCS has ended.
+        RayLost: The raylet or the GCS has ended or does not respond.
+        Exception: The task or method raised this error.
     """
     import ray
 

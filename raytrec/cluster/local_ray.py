@@ -1,8 +1,8 @@
 """Private files and processes of a local Ray cluster, and `raytrec head`, a single-node cluster on loopback.
 
 Ray 2.60 keeps the files of its sessions in /tmp/ray forever, makes these folders world-writable, and records the
-most recently started cluster there. Ray's processes belong to the driver's process group. A signal to that group
-(`timeout`, batch systems, containers) therefore ends them before the driver can save.
+most recently started cluster there. Ray's processes belong to the driver's process group. A signal to this group, as
+sent by `timeout`, batch systems and containers, would end these processes before the driver can save.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def create_private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """Return a new private folder and a file descriptor; after the descriptor is closed, `sweep` removes the folder.
+    """Create a private folder, and return it with a file descriptor; `sweep` keeps it while the descriptor is open.
 
     Raises:
         RunError: The folder cannot be created.
@@ -71,7 +71,7 @@ def make_folder() -> tuple[Path, int]:
 def find_base_folder() -> Path:
     """Return the folder in which private folders are created, and create it if necessary.
 
-    This is RAY_TMPDIR, else TMPDIR if its path leaves room for the paths of Unix sockets, else /tmp.
+    This folder is RAY_TMPDIR, else TMPDIR if its path is short enough for Unix sockets in the folder, else /tmp.
 
     Raises:
         RunError: The path in RAY_TMPDIR is too long, or the folder cannot be created.
@@ -90,20 +90,20 @@ def find_base_folder() -> Path:
                     f"the path of Ray's folder is too long: {len(os.fsencode(base))} bytes",
                     where=f"{RAY_TMPDIR_VARIABLE}={value}",
                     expected=f"at most {max_bytes} bytes, because Ray creates Unix sockets in it",
-                    do="set it to a shorter path, or to a symbolic link with a shorter path",
+                    do=f"set {RAY_TMPDIR_VARIABLE} to a shorter path, or to a symbolic link with a shorter path",
                 )
     return Path("/tmp")
 
 
 def sweep(base: Path) -> None:
-    """Remove this user's private folders whose owners have exited."""
+    """Remove this user's private folders in `base` whose owner processes have exited."""
     for folder in base.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             _sweep_folder(folder)
 
 
 def list_local_heads() -> list[str]:
-    """Return HOST:PORT of this user's `raytrec head` clusters that accept connections."""
+    """Return HOST:PORT of each of this user's `raytrec head` clusters on this machine that accepts connections."""
     addresses = []
     for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
         with suppress(OSError, ValueError):
@@ -114,7 +114,7 @@ def list_local_heads() -> list[str]:
 
 
 def listens(host: str, port: int, timeout_s: float = 2.0) -> bool:
-    """Return True if a connection to this port is accepted within `timeout_s` seconds."""
+    """Return True if a host accepts a connection to a port within `timeout_s` seconds."""
     with suppress(OSError):
         socket.create_connection((host, port), timeout_s).close()
         return True
@@ -139,7 +139,7 @@ def _sweep_folder(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder; retry because the last of Ray's processes may still be writing files."""
+    """Remove a folder; retry, because Ray's last processes may still be writing files. Ignore errors."""
     for _ in range(5):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
@@ -149,10 +149,10 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]) -> Iterator[None]:
-    """Keep files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
+    """Keep the files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
 
-    The kernel still ends Ray's processes with this process (Ray sets PR_SET_PDEATHSIG). Processes that remain after
-    the block, which shuts Ray down, are ended.
+    If this process ends, the kernel still kills Ray's processes (Ray sets PR_SET_PDEATHSIG). After the block, which
+    must shut Ray down, the remaining processes are killed.
 
     Args:
         folder: Folder for Ray's files.
@@ -175,7 +175,7 @@ def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Calla
 
 
 def read_stderr_tails(logs: Path) -> str:
-    """Return the last lines of the stderr files of Ray's processes, which contain crashes and stack traces."""
+    """Return the ends of the *.err files in Ray's log folder, which contain crashes and stack traces, as one text."""
     parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as stream:
@@ -186,10 +186,10 @@ def read_stderr_tails(logs: Path) -> str:
 
 
 def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
-    """Wait up to `linger_s` seconds for all processes of some sessions to end, then kill the remaining ones.
+    """Wait up to `linger_s` seconds for all processes of sessions to end, then kill the remaining processes.
 
-    Without this function, a raylet's agents outlive the raylet for up to a minute. `leaders` are the process ids of
-    the session leaders, and thus the session ids, which the kernel does not reuse while a session has processes.
+    Without this function, a raylet's agents outlive the raylet for up to a minute. `leaders` are the session ids, i.e.
+    the process ids of the session leaders. The kernel does not reuse an id while its session has processes.
     """
     for patience_s in (linger_s, 1.0):  # a process that survives SIGKILL for a second is left to the system
         deadline = monotonic() + patience_s
@@ -201,7 +201,7 @@ def end_sessions(leaders: list[int], linger_s: float = LINGER_S) -> None:
 
 
 def _members(sessions: set[int]) -> list[int]:
-    """Return the ids of the processes in these sessions, without zombies and this process's own session."""
+    """Return the ids of all processes in these sessions, except zombies and the session of this process."""
     import psutil
 
     others, members = sessions - {os.getsid(0)}, []
@@ -213,7 +213,9 @@ def _members(sessions: set[int]) -> list[int]:
 
 
 def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, cpus: int | None = None) -> NoReturn:
-    """Replace this process with `ray start --head --block`; Ctrl-C or SIGTERM ends it and its processes.
+    """Print the addresses of a new cluster, and replace this process with `ray start --head --block`.
+
+    Ctrl-C or SIGTERM ends the cluster.
 
     Args:
         root: RAYTREC_ROOT of the cluster, to which the paths of jobs are relative.
@@ -243,7 +245,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
 
 
 def check_ports(ports: dict[str, int]) -> None:
-    """Check that a cluster can listen on these ports, given as option → port, before anything starts.
+    """Check that a new cluster can listen on these ports, given as option → port.
 
     Ray itself reports unusable ports in a traceback, or after a minute.
 
@@ -259,7 +261,7 @@ def check_ports(ports: dict[str, int]) -> None:
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
                 expected="a free port from 1024 to 65535 on this machine",
-                do="stop the process that listens there (`raytrec head` or `raytrec serve`?), or choose another port",
+                do="choose another port, or stop the process that uses this port, such as `raytrec head`",
             )
 
 
@@ -276,7 +278,7 @@ def _explain_unusable_port(port: int) -> str | None:
 
 
 def _build_environment(root: Path) -> tuple[str, dict[str, str]]:
-    """Return a path of this Python without spaces, and environment variables for `ray start`."""
+    """Return a path of this Python interpreter without spaces, and the environment variables for `ray start`."""
     from raytrec.cluster.session import get_loopback_environment
 
     # The `ray` program that replaces this process keeps the descriptor open. After it has ended, the next local

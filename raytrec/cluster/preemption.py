@@ -2,11 +2,11 @@
 
 Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
 
-    python -m raytrec.cluster.preemption aws    on a spot machine: wait for EC2's notice, 2 min in advance
-    python -m raytrec.cluster.preemption gcp    the same for GCP, 30 s in advance
+    python -m raytrec.cluster.preemption aws    on a spot machine of AWS, whose notice comes 2 min in advance
+    python -m raytrec.cluster.preemption gcp    on a spot machine of GCP, whose notice comes 30 s in advance
     python -m raytrec.cluster.preemption now    before Kubernetes stops a pod: do not wait for a notice
 
-The program ends when the node is empty or the time until the termination is over. Ray itself does not watch for
+The program ends when no CPUs or GPUs of the node are in use, or when its time is over. Ray itself does not watch for
 notices, so deploy/ and cluster.yaml start this program on every node that can be preempted.
 """
 
@@ -42,7 +42,7 @@ def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
 
 
 def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str | None:
-    """Return the metadata server's response, or None if the server is unavailable or responds with an error."""
+    """Return the response of a metadata server, or None if the server is unavailable or responds with an error."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy
     try:
         request = urllib.request.Request(url, headers=headers, method=method)
@@ -52,7 +52,7 @@ def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> s
 
 
 def wait_for(notice: Callable[[], bool]) -> None:
-    """Wait until `notice` returns True."""
+    """Call `notice` every two seconds until it returns True."""
     while not notice():
         time.sleep(POLL_INTERVAL_S)
 
@@ -61,15 +61,15 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
     """Drain a node: Ray places no new work on the node, and runs on the node save a checkpoint and leave.
 
     Args:
-        seconds: Seconds until the preemption.
-        node: Ray's id of the node; default: the current node.
-        address: Address of the cluster.
+        seconds: Seconds until the machine is terminated.
+        node: Ray's id of the node; default: the node of this process.
+        address: Address of the cluster, HOST:PORT or auto.
 
     Returns:
-        The id of the node.
+        Ray's id of the node.
 
     Raises:
-        SystemExit: Ray rejected the request.
+        SystemExit: Ray rejected the request; the exception contains Ray's reason.
     """
     import logging
 
@@ -86,7 +86,7 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
 
 
 def wait_until_empty(node: str, seconds: float) -> None:
-    """Wait until no CPUs or GPUs of the node are in use, the node is gone, or `seconds` have passed."""
+    """Wait until no CPUs or GPUs of a node are in use, the node has left the cluster, or `seconds` have passed."""
     import ray
 
     end = time.monotonic() + seconds
@@ -101,13 +101,13 @@ def wait_until_empty(node: str, seconds: float) -> None:
 
 
 def main(
-    cloud: Annotated[Cloud, typer.Argument(help="Source of the notice to wait for; now: do not wait.")],
+    cloud: Annotated[Cloud, typer.Argument(help="Cloud whose preemption notice the program awaits; now: do not wait.")],
     seconds: Annotated[
         float | None,
         typer.Option(help="Seconds from the notice to the termination; default: 120 (aws), 30 (gcp) or 60 (now)."),
     ] = None,
     node: Annotated[str | None, typer.Option(help="Ray's id of the node; default: this node.")] = None,
-    address: Annotated[str, typer.Option(help="Address of the cluster.")] = "auto",
+    address: Annotated[str, typer.Option(help="Address of the Ray cluster, HOST:PORT or auto.")] = "auto",
 ) -> None:
     """Wait for a preemption notice, ask Ray to drain the node, and exit when the node is empty or its time is over."""
     seconds = NOTICE_S.get(cloud, 60) if seconds is None else seconds

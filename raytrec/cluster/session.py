@@ -22,7 +22,8 @@ from raytrec.compat import ray_start
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE, get_own_address, resolve_bootstrap_address
 from raytrec.compat.versions import require_versions
 
-RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}  # Ray may need 13 s to notice the end of its raylet
+# Lost part of Ray → time for ray.shutdown() to return. Ray may need 13 s to notice the end of its raylet.
+RAY_SHUTDOWN_TIMEOUT_S = {RAYLET: 20.0, GCS: 1.0}
 
 
 def is_job_driver() -> bool:
@@ -36,14 +37,14 @@ def starts_local_ray(address: str | None) -> bool:
 
 
 def describe_connection(address: str | None) -> str:
-    """Return the text that commands with this scaling.address show while they start Ray or connect to a cluster."""
+    """Return the text that a command with this scaling.address shows while it starts Ray or connects to a cluster."""
     place = address or os.environ.get("RAY_ADDRESS", "auto")
     connecting = "connecting to the Ray cluster" + (f" at {place}" if place != "auto" else "")
     return "starting Ray" if starts_local_ray(address) else connecting
 
 
 def warm_up_early(purpose: str = TRAINING) -> None:
-    """Start the warm process if this command probably starts its own Ray cluster.
+    """Start the warm process (warm_process.py) if this command probably starts its own Ray cluster.
 
     Commands call this function before their other imports, when the configuration has not been read yet. If this
     process has already imported Ray, it is not a new command, and the call does nothing.
@@ -59,11 +60,11 @@ def warm_up_early(purpose: str = TRAINING) -> None:
 def ray_session(address: str | None = None, num_cpus: int | None = None, any_versions: bool = False) -> Iterator[None]:
     """Connect to Ray, or start a local Ray cluster, for the duration of the block.
 
-    The first match is used: a cluster to which this process is already connected, and stays connected; the cluster at
-    `address`; the cluster in RAY_ADDRESS, which Ray sets for the driver of a job; or a new local cluster. A local
-    cluster listens on loopback only and has no dashboard. It exports metrics for Prometheus only with
-    RAY_enable_metrics_collection=1. Its files are in a private folder, which is removed when the cluster stops at
-    the end of the block.
+    The block uses the first of these clusters that is given: a cluster to which this process is already connected,
+    and stays connected; the cluster at `address`; the cluster in RAY_ADDRESS, which Ray sets for the driver of a job;
+    or else a new local cluster. A local cluster listens on loopback only, and has no dashboard. It exports metrics for
+    Prometheus only with RAY_enable_metrics_collection=1. Its files are in a private folder, which is removed when the
+    cluster stops at the end of the block.
 
     Args:
         address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
@@ -109,7 +110,7 @@ def _join_cluster(address: str, source: str) -> Iterator[None]:
 def _start_local_ray(num_cpus: int | None) -> Iterator[None]:
     """Start a local Ray cluster for this process alone, and stop it at the end of the block.
 
-    If Ray does not start in 30 s (a constant of Ray), e.g. on a machine with a high load, a second start is tried.
+    If Ray does not start within 30 s (a constant of Ray), e.g. on a machine with a high load, start it once more.
     """
     with ExitStack() as stack:
         try:
@@ -143,7 +144,7 @@ class _RayState:
 
     Attributes:
         is_own: True while a cluster that this process started is running.
-        stuck: True if ray.shutdown() did not return in time.
+        stuck: True if ray.shutdown() did not return within RAY_SHUTDOWN_TIMEOUT_S.
     """
 
     is_own: bool = False
@@ -167,12 +168,12 @@ def find_log_folder() -> Path | None:
 
 
 def is_stuck() -> bool:
-    """Return True if this process cannot start another Ray cluster because ray.shutdown() does not return."""
+    """Return True if this process cannot start another Ray cluster because ray.shutdown() has not returned."""
     return _state.stuck
 
 
 def leave(code: int) -> NoReturn:
-    """Exit the process with a code; skip cleanup if a stuck Ray would delay the exit by a minute."""
+    """Exit this process with a code; skip cleanup if a pending ray.shutdown() would delay the exit by a minute."""
     if _state.stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -182,7 +183,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Call ray.shutdown() at the end of the block; after a RayLost, wait at most RAY_SHUTDOWN_TIMEOUT_S."""
+    """Call ray.shutdown() at the end of the block; after a RayLost, wait at most RAY_SHUTDOWN_TIMEOUT_S for it."""
     import ray
 
     try:
@@ -200,15 +201,16 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _require_single_address(addresses: list[str], source: str) -> str:
-    """Return the only address, or raise a RunError if there are several.
+    """Return the only address in a list, or raise a RunError if there are several.
 
-    Ray itself would choose any cluster, even the local cluster of another run.
+    Ray itself would choose any of the clusters, even the local cluster of another run.
     """
     if len(addresses) > 1:
         raise RunError(
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
             where=source,
-            expected="scaling.address=HOST:PORT of one of them",
+            expected="the address of one cluster",
+            do="set scaling.address to one of these addresses",
         )
     return addresses[0]
 
@@ -228,15 +230,17 @@ def _connect(where: str, **options: Any) -> None:
             do="use that Python version here; if only the patch number differs, set "
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
-        do = START_CLUSTER_HINT if "ADDRESS" in where.upper() else "try again when the machine has less load"
-        raise RunError(f"cannot connect to Ray: {get_first_line(error)}", where=where, do=do) from None
+        joins, is_late = "ADDRESS" in where.upper(), ray_start.STARTUP_TIMEOUT_TEXT in str(error)
+        do = START_CLUSTER_HINT if joins else "try again when the machine has less load" if is_late else None
+        what = f"cannot {'connect to' if joins else 'start'} Ray: {get_first_line(error)}"
+        raise RunError(what, where=where, do=do) from None
     ray_start.silence_workers()  # raytrec reports worker exits itself
     if current_thread() is main_thread():  # the exit code of Ray's own handler is 15
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _is_on_loopback(address: str) -> bool:
-    """Return True if a cluster listens only on loopback, as clusters started by `raytrec head` do.
+    """Return True if the cluster at an address listens only on loopback, as clusters of `raytrec head` do.
 
     For such a cluster, Ray would by default connect to the machine's network address, and make this driver listen
     there (see `stay_on_loopback`).
@@ -251,7 +255,7 @@ def _is_on_loopback(address: str) -> bool:
 
 
 def pin_to_node(node: str) -> dict[str, Any]:
-    """Return options of a task or actor that needs no CPU and runs only on the node with this id."""
+    """Return Ray options of a task or actor that reserves no CPU and runs only on the node with this id."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
@@ -261,23 +265,22 @@ def stay_on_loopback() -> None:
     """Make a local Ray cluster, and gloo and NCCL between its workers, listen on loopback only.
 
     Ray 2.60 replaces a node address of 127.0.0.1 with the machine's network address
-    (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that rules
-    out multi-node clusters, the default on macOS and Windows, prevents the replacement. Ray's processes
-    inherit the setting from the environment. This process may have imported Ray already, so the constant in
-    Ray's module is set as well.
+    (`services.resolve_ip_for_localhost`), and its servers then listen on all interfaces. A setting that disables
+    multi-node clusters, the default on macOS and Windows, prevents the replacement. Ray's processes inherit the
+    setting from the environment. If this process has already imported Ray, the constant in Ray's module is set too.
     """
     os.environ |= get_loopback_environment()
     ray_start.keep_loopback()
 
 
 def get_loopback_environment() -> dict[str, str]:
-    """Return the environment variables that restrict a new cluster, gloo and NCCL to loopback (stay_on_loopback)."""
+    """Return the environment variables with which a new cluster, gloo and NCCL use only the loopback interface."""
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
     return ray_start.get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 
 
 def get_interface_variables(interface: str) -> dict[str, str]:
-    """Return the environment variables that restrict gloo and NCCL to one network interface.
+    """Return the environment variables with which gloo and NCCL use only one network interface.
 
     NCCL treats a name as a prefix (eth1 also matches eth10) unless it begins with "=". The environment takes
     precedence over NCCL's configuration files (NCCL 2.29.7: src/misc/param.cc). NCCL's variable is therefore omitted
@@ -297,7 +300,7 @@ def find_interface(address: str) -> str | None:
 
 def is_set_in_nccl_files(name: str) -> bool:
     """Return True if an NCCL configuration file on this machine sets a variable."""
-    # A user may have no home.
+    # For a user without a home folder, `~` is not expanded, and no file exists.
     user_file = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     for file in (Path(user_file), Path("/etc/nccl.conf")):
         with suppress(OSError):

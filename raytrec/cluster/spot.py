@@ -1,9 +1,9 @@
 """Node providers for `ray up` that launch spot machines first and fall back to on-demand machines.
 
 Ray 2.60 has no such fallback. Its autoscaler (v2) prefers node types by `priority`. It lowers the priority of a type
-only if machines of the type start without running Ray (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If the
-cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore, these providers
-make a second request within the refused launch, and the autoscaler sees a single node type.
+only if machines of this type start, but Ray does not start on them (`CloudResourceMonitor`, ALLOCATION_TIMEOUT). If
+the cloud refuses a launch (ALLOCATION_FAILED), the autoscaler requests the same type forever. Therefore, these
+providers make a second request within the refused launch, and the autoscaler sees a single node type.
 
 cluster.yaml names AwsSpotFirst and GcpSpotFirst as `provider: {type: external, module: …}`. The machine that runs
 `ray up` and the autoscaler on the head node import this module, and need requirements/cloud.txt.
@@ -27,9 +27,9 @@ GCP_ON_DEMAND = {"provisioningModel": "STANDARD", "onHostMaintenance": "TERMINAT
 
 
 class SpotFirst(NodeProvider):
-    """Base class of the providers for AWS and GCP, whose `create_node` makes up to two requests.
+    """Base class of the providers for AWS and GCP, whose `create_node` makes up to two requests to the cloud.
 
-    `create_node` of Ray's providers raises if no machine was launched, and may launch fewer machines than
+    `create_node` of Ray's providers raises an error if no machine was launched, and may launch fewer machines than
     requested.
     """
 
@@ -42,7 +42,7 @@ class SpotFirst(NodeProvider):
             count: Number of machines.
 
         Returns:
-            The launched machines by id.
+            Machine id → description of each launched machine, as returned by Ray's provider.
 
         Raises:
             Exception: The cloud refused the last request.
@@ -54,8 +54,8 @@ class SpotFirst(NodeProvider):
         try:
             created = super().create_node(node_config, tags, count) or {}
         except Exception as refused:
-            # After any error, on-demand machines are requested. If the request is wrong, it fails again and raises.
-            logger.warning("no spot machine is available: %s", refused)
+            # The error may have any cause. If the request itself is wrong, the second request raises the error again.
+            logger.warning("the launch of spot machines failed: %s", refused)
         missing = count - len(created)
         if missing > 0:
             logger.warning("launching %d of %d machines on demand", missing, count)
@@ -64,23 +64,23 @@ class SpotFirst(NodeProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration of an on-demand machine of the same type, or None if it is not a spot machine."""
+        """Return the configuration of an on-demand machine of the same type; None if this is no spot machine."""
         raise NotImplementedError
 
 
 class AwsSpotFirst(SpotFirst, AwsProvider):
-    """Spot-first provider for AWS; each of the two requests tries all allowed subnets, and thus zones."""
+    """Spot-first provider for AWS; each of the two requests tries all allowed subnets, and thus all their zones."""
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration without its market options, or None if it is not a spot machine."""
+        """Return the configuration without its market options; None if it does not request a spot machine."""
         if "InstanceMarketOptions" not in node_config:
             return None
         return {key: value for key, value in node_config.items() if key != "InstanceMarketOptions"}
 
 
 class GcpSpotFirst(SpotFirst, GcpProvider):
-    """Spot-first provider for GCP; machines are requested one by one."""
+    """Spot-first provider for GCP, which requests machines one by one."""
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
         """Launch machines one by one, because Ray's provider loses launched machines if one of several fails."""
@@ -91,7 +91,7 @@ class GcpSpotFirst(SpotFirst, GcpProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration with on-demand scheduling, or None if it is not a spot machine."""
+        """Return the configuration with on-demand scheduling; None if it does not request a spot machine."""
         if node_config.get("scheduling", {}).get("provisioningModel") != "SPOT":
             return None
         return node_config | {"scheduling": GCP_ON_DEMAND}

@@ -1,8 +1,8 @@
-"""Warm process with all imports, which forks the workers of a local Ray cluster.
+"""Warm process, which imports torch, TorchRec, FBGEMM and Ray once, and forks the workers of a local Ray cluster.
 
-Importing torch, TorchRec, FBGEMM and Ray takes 5 s of CPU time. A run starts about ten processes that import
-them, and as many again after a failure. The warm process imports them once, while the driver reads its configuration,
-and runs as long as the driver. Workers are requested over a Unix socket in the private folder of the local cluster
+These imports take 5 s of CPU time. A run starts about ten processes that need them, and as many again after a
+failure. The warm process imports the packages while the driver reads its configuration, and runs as long as the
+driver. Workers are requested over a Unix socket in the private folder of the local cluster
 (local_ray.py).
 """
 
@@ -24,7 +24,7 @@ from raytrec.compat.ray_start import NO_PRESTART_ENV, SERVE_MODULES, get_first_j
 
 HERE = Path(__file__).parent
 FORK_SERVER_PROGRAM, FORKED_WORKER_PROGRAM, PLACE = (HERE / "forking.py", HERE / "forked_worker.py", "RAYTREC_WARM")
-EXIT_TIMEOUT_S = 0.5  # time for the warm process to exit, which it cannot do while it imports modules
+EXIT_TIMEOUT_S = 0.5  # time for the warm process to exit before it is killed; while it imports, it cannot exit
 TRAINING, SERVING = "training", "serving"
 # Modules that ranks, read tasks and Ray Train's controller import: without Ray (PRELOADED_MODULES), and with Ray.
 PRELOADED_MODULES = ("torch", "torchrec", "torch.distributed.checkpoint", "pandas", "pyarrow.dataset", "pydantic")
@@ -36,8 +36,8 @@ ON_RAY = (
     "raytrec.worker.trainer",  # also imports the readers
     "torchrec.metrics.rec_metric",  # also imports torchmetrics and PIL, which the first step needs
 )
-# Modules to import before and after the start of Ray, for each purpose. Replicas, Serve's controller and the
-# coordinator share the memory of the modules.
+# Modules to import before and after the start of Ray, for each purpose. For SERVING, replicas, Serve's controller and
+# the coordinator then share the memory of these modules.
 MODULES = {
     TRAINING: (PRELOADED_MODULES, ON_RAY),
     SERVING: (("raytrec.serving.deployment", "raytrec.compat.uvicorn_"), ("ray.serve", *SERVE_MODULES)),
@@ -71,19 +71,19 @@ class WarmProcess:
         self._send({"path": [os.path.abspath(path) for path in sys.path], "modules": list(modules)})
 
     def listen(self, place: Path) -> None:
-        """Queue requests at the socket path `place` from now on; call once, as the process serves a single cluster."""
+        """Listen for fork requests at the socket path `place`. Call this method only once, for a single cluster."""
         self.listens = True
         self._listener.bind(str(place))
         self._listener.listen(64)
 
     def serve(self, raylet: int) -> None:
-        """Make the warm process serve requests of a new cluster as soon as it has imported all modules.
+        """Make the warm process serve the fork requests of a new cluster as soon as it has imported all modules.
 
         Args:
             raylet: Process id of the cluster's raylet.
         """
         message = {"env": get_first_job_env(raylet), "modules": self._on_ray}
-        with suppress(OSError), self._listener:  # if the warm process has ended, workers start without it
+        with suppress(OSError), self._listener:  # if the warm process has ended, workers start without forking
             self._send(message, [self._listener.fileno()])
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ WARM = "warm"
 
 
 def warm_up(purpose: str = TRAINING) -> None:
-    """Start a warm process unless this process already has one; do not wait for its imports.
+    """Start a warm process unless this process already has one, without waiting for the imports.
 
     Args:
         purpose: TRAINING or SERVING, which determines the imported modules.
@@ -120,7 +120,7 @@ def warm_up(purpose: str = TRAINING) -> None:
 
 
 def stop_warm_process() -> None:
-    """Terminate the warm process of this process, if there is one."""
+    """Terminate the warm process that this process has started, if there is one."""
     if process := _warm_processes.pop(WARM, None):
         process.close()
 
@@ -136,7 +136,7 @@ def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
     """
     import ray
 
-    if ray.is_initialized():  # the caller owns this Ray, and a warm process if there is one
+    if ray.is_initialized():  # the caller has started or joined this cluster, and owns any warm process
         yield
         return
     if alone:
@@ -155,10 +155,10 @@ def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int],
         folder: Private folder for the socket of the warm process.
 
     Yields:
-        Environment variables for Ray's processes, and a function to call with the raylet's process id.
+        Environment variables for Ray's processes, and a function to call with the raylet's process id once it runs.
     """
     process, place = _warm_processes.get(WARM), folder / WARM
-    environment, on_raylet = {PLACE: ""}, lambda pid: None  # a warm process of an enclosing Ray is not used
+    environment, on_raylet = {PLACE: ""}, lambda pid: None  # not the warm process of an enclosing Ray
     if process is not None and not process.listens:
         process.listen(place)
         environment, on_raylet = NO_PRESTART_ENV | {PLACE: str(place)}, process.serve

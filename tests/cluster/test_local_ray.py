@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -15,12 +16,13 @@ from heads import RayHead
 from ray.train import ScalingConfig
 from waiting import wait_for
 
-from raytrec.cluster import local_ray
+from raytrec.cluster import lifeline, local_ray, session
 from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, check_ports, create_private_folder, end_sessions, sweep
 from raytrec.cluster.session import describe_connection, ray_session
 from raytrec.common.errors import RunError
 from raytrec.compat import ray_train
 from raytrec.compat.ray_core import JOB_CONFIG_VARIABLE
+from raytrec.compat.ray_start import STARTUP_TIMEOUT_TEXT
 from raytrec.driver.launch import DUPLICATE_SIGNAL_WINDOW_S, StopSignalHandler
 from raytrec.driver.policies import NodeCapacityPolicy
 
@@ -50,6 +52,34 @@ def spaced_python(tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b" / "python").symlink_to(sys.prefix)
     return str(tmp_path / "a b" / "python" / "bin" / "python")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(TimeoutError(), "does not respond, so all workers"), (ConnectionRefusedError(), "has exited, which ended")],
+)
+def test_lost_raylet_is_reported_as_observed(monkeypatch, error, text):
+    monkeypatch.setattr(lifeline, "_places", lambda: {lifeline.RAYLET: ("10.0.0.1", 1)})
+    monkeypatch.setattr(lifeline.socket, "create_connection", Mock(side_effect=error))
+    monkeypatch.setattr(lifeline, "REFUSED_TIMEOUT_S", -1)
+    with pytest.raises(lifeline.RayLost, match=text):
+        lifeline.RayMonitor(-1, is_own_ray=True).check()
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "text", "do"),
+    [
+        ("a new local cluster", "no permission", "cannot start Ray: no permission", None),
+        ("a new local cluster", f"node {STARTUP_TIMEOUT_TEXT}", "cannot start Ray", "try again when"),
+        ("scaling.address=auto", "no permission", "cannot connect to Ray", "start a cluster"),
+    ],
+)
+def test_failed_start_of_ray_blames_load_only_after_a_timeout(monkeypatch, where, error, text, do):
+    monkeypatch.setattr(session.ray_start, "disable_auto_connect", lambda: None)
+    monkeypatch.setattr("ray.init", Mock(side_effect=Exception(error)))
+    with pytest.raises(RunError, match=text) as raised:
+        session._connect(where)
+    assert raised.value.do is None if do is None else raised.value.do.startswith(do)
 
 
 def test_commands_name_the_cluster_to_which_they_connect(monkeypatch):
