@@ -24,7 +24,7 @@ MAX_AMOUNT = 1e9  # largest float setting (seconds, GiB, rates, norms); a thread
 
 
 def _reject_bool(value: Any) -> Any:
-    """Reject YAML's true and false, which pydantic would accept as 1 and 0."""
+    """Raise ValueError for YAML's true and false, which pydantic would accept as 1 and 0; return other values."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number (got {str(value).lower()})")
     return value
@@ -63,7 +63,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", populate_by_name=True, validate_default=True, allow_inf_nan=False)
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields with secrets hidden, because reprs reach logs, tracebacks and Ray's dashboard."""
+        """Yield (name, value) of each field with secrets hidden, because reprs reach logs and Ray's dashboard."""
         for name, value in super().__repr_args__():
             yield name, hide_all({name: value})[name]
 
@@ -71,7 +71,7 @@ class Section(BaseModel):
 def build_section_union(
     sections: Mapping[str, type[Section]], key: str, user_code_key: str, error_type_name: str, default: str = ""
 ) -> Any:
-    """Return the union type of several sections, discriminated by the value of one key.
+    """Return a type for pydantic: the union of several sections, of which the value of one key selects one.
 
     Args:
         sections: Value of the key → section class.
@@ -79,7 +79,7 @@ def build_section_union(
         user_code_key: Key of `sections` for user-defined code, which is selected by a path such as
             module:Class.
         error_type_name: Type of the pydantic error for an unknown value.
-        default: Value assumed for a mapping without the key.
+        default: Value of the key that is assumed for a mapping without the key.
     """
     built_in = [name for name in sections if name != user_code_key]
 
@@ -97,7 +97,7 @@ def build_section_union(
 
 
 def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
-    """Return the values of a YAML settings file.
+    """Read a YAML settings file and return its content.
 
     Args:
         uri: Path or URI of the file.
@@ -105,7 +105,7 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
         missing: Error to raise if the file does not exist; other errors are of the same type.
 
     Raises:
-        RaytrecError: The file does not exist, cannot be read, or is not YAML.
+        RaytrecError: The file does not exist, cannot be read, or is not YAML. The error has the type of `missing`.
     """
     try:
         return read_yaml(uri)

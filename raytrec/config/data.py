@@ -23,11 +23,12 @@ def to_run_name(text: str) -> str:
 
 
 def _check_run_name(name: str) -> str:
-    """Check a run name, which becomes the name of a folder and appears in logs and on terminals."""
+    """Return a run name, or raise ValueError if it cannot be the name of a folder or appear on terminals."""
     if not RUN_NAME_PATTERN.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
-            "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _, beginning with "
-            f"a letter, digit or _ (got {name[:60]!r}); the folder of the run is set by run.dir"
+            "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _ (200 bytes), beginning "
+            f"with a letter, digit or _, and not ending with a space (got {name[:60]!r}); the folder of the run is set "
+            "by run.dir"
         )
     return name
 
@@ -36,8 +37,8 @@ class RunSection(Section):
     """Name, folder and seed of a run."""
 
     name: Annotated[Annotated[str, AfterValidator(_check_run_name)] | None, FREE, Mark.COMMON] = None
-    """Name of the run: letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config file
-    and the start time."""
+    """Name of the run: at most 150 letters, digits, spaces and . , : + = @ ( ) - _; default: the name of the config
+    file and the start time."""
     dir: Annotated[str | None, FREE, Mark.COMMON] = None
     """Run folder, which stores the result, checkpoints and config; default: runs/NAME."""
     root: Annotated[str | None, FREE, Mark.COMMON] = None
@@ -55,9 +56,9 @@ class WarmStartSection(Section):
     optimizer: bool = False
     """Also load the optimizer state."""
     tables: dict[str, Literal["exact", "resize", "new", "drop"]] = Field(default_factory=dict)
-    """Treatment of changed tables, by table or pattern such as 'item*'. exact: raise an error. resize: keep
-    the rows that both tables have and initialize additional rows. new: initialize all rows. drop: ignore the
-    checkpoint's table."""
+    """Treatment of tables that differ from the checkpoint's, by table or pattern such as 'item*'. exact (default):
+    raise an error. resize: load the rows that both tables have and initialize additional rows; not for managed ids.
+    new: initialize all rows. drop: ignore a table that the schema no longer contains."""
     dense: Literal["exact", "matching"] = "exact"
     """exact: raise an error if a key of `model` except dropout, or the schema's labels, dense columns or sparse
     features, differ from the checkpoint's. matching: load the dense parameters whose name and shape are unchanged,
@@ -68,7 +69,7 @@ Folders = str | Annotated[list[str], Field(min_length=1)]
 
 
 def to_folder_list(value: Folders) -> list[str]:
-    """Return a folder, or a list of folders, as a list."""
+    """Return a list of folders, given a single folder or a list of folders."""
     return [value] if isinstance(value, str) else value
 
 
@@ -94,13 +95,13 @@ class DataSection(Section):
     """Data of a run: files, transforms, row order and readers."""
 
     train: Annotated[Folders, FREE]
-    """Folder of Parquet files to train on (local, s3:// or gs://), or a list of folders."""
+    """Parquet file or folder of Parquet files to train on (local, s3:// or gs://), or a list of them."""
     partitions: PartitionRange = Field(default_factory=PartitionRange)
     """Partitions of data.train to train on, for folders such as date=2026-11-01/hour=07."""
     valid: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Data on which the model is evaluated every train.eval_every_steps steps."""
+    """Files or folders on which the model is evaluated every train.eval_every_steps steps, as for data.train."""
     test: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Data on which the model is evaluated at the end; default: data.valid."""
+    """Files or folders on which the model is evaluated at the end; default: data.valid, else data.holdout's rows."""
     schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")
     """Path of schema.yaml; default: schema.yaml in the parent folder of data.train."""
     transforms: list[Transform] = Field(

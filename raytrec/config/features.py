@@ -23,10 +23,10 @@ from raytrec.config.transforms import OnColumns, Sample, Transform
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a row and their lookups.
+    """Input features of a run, and how a model looks up their ids.
 
     Attributes:
-        schema: Schema written by the user, as stored with the data and in the run folder.
+        schema: Schema of the run, as stored with the data and in the run folder.
         sequences: Sequence feature that the model reads id by id → maximum number of ids.
     """
 
@@ -40,7 +40,7 @@ class Features:
 
     @cached_property
     def side_features(self) -> dict[str, int]:
-        """Return sequence → number of its side features, for sequences read id by id that have side features."""
+        """Return a mapping from sequence to number of side features, for sequences read id by id that have any."""
         counts = {feature: len(self.schema.sparse[feature].side_features) for feature in self.sequences}
         return {feature: count for feature, count in counts.items() if count}
 
@@ -71,7 +71,7 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
 
 def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
-    """Return the columns that files must contain so that `columns` exist after the transforms."""
+    """Return the columns that files must contain so that `columns` exist after the transforms, without duplicates."""
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
         for name in transform.writes:
@@ -106,12 +106,12 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
             f"ids are drawn into {transform.column}, but no feature of the schema reads this column",
             where=where,
             expected="a feature that looks up the ids",
-            do=f"add {transform.column}: {{table: TABLE, pooling: sequence}} to the schema, or set rows",
+            do=f"add {transform.column}: {{table: TABLE, pooling: sequence}} to sparse in the schema, or set rows",
         )
     for table in tables:
         if schema.tables[table].ids:
             raise ConfigError(
-                f"ids are drawn for table {table}, but its ids are managed: arbitrary numbers or text",
+                f"ids are drawn for table {table} as row numbers, but its ids are managed: arbitrary numbers or text",
                 where=where,
                 expected="vocabulary: FILE, a text or Parquet file of the ids to draw from",
                 do="write the ids to a file, one per line; or set rows if the ids are 0 to rows - 1",

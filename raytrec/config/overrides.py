@@ -21,7 +21,7 @@ Overrides = Iterable[str] | Mapping[str, Any]
 
 
 def to_override_texts(overrides: Overrides | None) -> list[str]:
-    """Return overrides as command line arguments: section.key=value.
+    """Return a list of overrides as command line arguments, section.key=value; None yields an empty list.
 
     Raises:
         ConfigError: A value of a mapping cannot be written as YAML.
@@ -34,7 +34,7 @@ def to_override_texts(overrides: Overrides | None) -> list[str]:
 
 @contextmanager
 def convert_yaml_errors(where: str) -> Iterator[None]:
-    """Convert errors in reading or writing YAML within the block to a ConfigError."""
+    """Convert errors in reading or writing YAML within the block to a ConfigError with this `where`."""
     try:
         yield
     except (yaml.YAMLError, UnreadableError, RecursionError) as error:
@@ -77,9 +77,9 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         raise ConfigError(
             "the configuration lists no tasks", where=f"command line, {key}", expected="tasks=[{label: …}]"
         )
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1]):
         if isinstance(values, list):
-            values = _find_entry(values, part, key)
+            values = _find_entry(values, part, key, ".".join(parts[:depth]))
             continue
         if values.get(part) is None:
             values[part] = {}
@@ -96,18 +96,19 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     values[parts[-1]] = value
 
 
-def _find_entry(values: list, name: str, key: str) -> dict[str, Any]:
-    """Return the entry with this name in a list such as tasks. The name of an unnamed task is its label."""
+def _find_entry(values: list, name: str, key: str, list_key: str) -> dict[str, Any]:
+    """Return the entry with this name in the list `list_key`, such as tasks. A task without a name has its label."""
     entries = [each for each in values if isinstance(each, dict)]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
-        expected = "" if names else "a section"
-        raise make_unknown_word_error(f"there is no entry '{name}'", name, names, f"command line, {key}", expected)
+        expected = "" if names else f"{list_key}=[…] with the whole list"
+        what = f"no entry of {list_key} is named '{name}'"
+        raise make_unknown_word_error(what, name, names, f"command line, {key}", expected)
     return entries[names.index(name)]
 
 
 def get_section_name(override: str) -> str:
-    """Return the section that an override changes."""
+    """Return the name of the section that an override changes."""
     return override.partition("=")[0].strip().partition(".")[0]
 
 

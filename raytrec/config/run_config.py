@@ -1,7 +1,7 @@
 """RunConfig, which contains all sections of a configuration and is loaded from YAML and overrides.
 
-The sections are defined in the other files of this folder. Neither torch nor Ray is imported, so that
-`raytrec config` takes well under a second.
+The sections are defined in the other files of this folder. Neither torch nor Ray is imported, because importing them
+takes seconds.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class RunConfig(Section):
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
     def with_overrides(self, overrides: Overrides) -> RunConfig:
-        """Return a copy with overrides applied; if they change the model, the new model's defaults apply."""
+        """Return a copy with overrides applied; if they change model.name, unset keys get the new model's defaults."""
         return load_config(self.get_changed_values(), overrides)
 
 
@@ -150,16 +150,16 @@ def load_config(
     """Load a RunConfig from a YAML file, a mapping or a RunConfig, and apply overrides.
 
     Args:
-        source: Path of a YAML file (local, s3:// or gs://), or the values of a configuration.
+        source: Path of a YAML file (local, s3:// or gs://), the values of a configuration, or a RunConfig.
         overrides: `section.key=value` strings, whose values are YAML (`train.epochs=3`, `model={name: mf}`),
             or a mapping of such keys (overrides.py).
         elsewhere: Origin of values that another user may have written (trust.py). Default for a file: the result of
             `find_origin`, which treats every URI as such an origin.
-        allow_code: Accept code and servers named by values that another user may have written.
+        allow_code: True to accept code and servers named by values that another user may have written.
 
     Raises:
         ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys, types or
-            combinations are invalid. All mistakes are listed, with the nearest valid key for unknown keys.
+            combinations are invalid. Up to MAX_MISTAKES mistakes are listed, with the nearest key for an unknown key.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
@@ -181,7 +181,7 @@ def load_config(
         raise ConfigError(
             _format_mistakes(error, values),
             where=where + (f" with {' '.join(map(hide_override_secrets, overrides))}" if overrides else ""),
-            do="list all keys with `raytrec config --schema`",
+            do="correct these keys; `raytrec config --schema` describes all keys and their values",
         ) from None
 
 
@@ -229,7 +229,8 @@ def _explain(place: str, mistakes: list[dict]) -> str:
     if kind == "missing":
         return f"{place}: missing"
     if kind == "value_error":
-        return error["msg"].removeprefix("Value error, ")
+        message = error["msg"].removeprefix("Value error, ")
+        return message if not place or message.startswith(f"{section}.") else f"{place}: {message}"
     texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
     message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
     if isinstance(error["input"], dict) and "names" in (context := error.get("ctx", {})):  # base.build_section_union
@@ -256,7 +257,7 @@ def _find_nearest_key(place: str) -> str | None:
 
 
 def list_keys_with(mark: Mark) -> tuple[str, ...]:
-    """Return the sections and keys that have a mark, as section.key."""
+    """Return the names of the sections and keys that have a mark, as section or section.key."""
     return tuple(key for key, field in _iterate_fields() if mark in field.metadata)
 
 

@@ -73,9 +73,9 @@ class Schema(SchemaPart):
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
         if unknown := sorted(set(self.statistics) - set(self.sparse)):
-            raise ValueError(f"statistics: there is no sparse feature {', '.join(unknown)}")
+            raise ValueError(f"statistics: not sparse features: {', '.join(unknown)}")
         if unknown := sorted(set(self.scale) - set(self.dense)):
-            raise ValueError(f"scale: there is no dense column {', '.join(unknown)}")
+            raise ValueError(f"scale: not dense columns: {', '.join(unknown)}")
         self._check_candidates()
         for name in self.tables:
             if name != to_table_name(name) or not name:
@@ -87,9 +87,9 @@ class Schema(SchemaPart):
             raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
         single = [*self.labels, *self.dense]
         if duplicates := {c for c in single if single.count(c) > 1}:
-            raise ValueError(f"labels/dense: column {', '.join(sorted(duplicates))} is listed twice")
+            raise ValueError(f"labels, dense: listed twice: {', '.join(sorted(duplicates))}")
         if leaked := set(self.labels) & set(self._list_sparse_columns()):
-            raise ValueError(f"sparse: label {', '.join(sorted(leaked))} is also an input")
+            raise ValueError(f"sparse: labels are also inputs: {', '.join(sorted(leaked))}")
         return self
 
     def _check_candidates(self) -> None:
@@ -140,7 +140,7 @@ class Schema(SchemaPart):
 
     @property
     def columns(self) -> list[str]:
-        """Return every Parquet column to read, each once, labels first."""
+        """Return every Parquet column to read, each once: labels, dense columns, then columns of sparse features."""
         return list(dict.fromkeys([*self.labels, *self.dense, *self._list_sparse_columns()]))
 
     def _list_sparse_columns(self) -> list[str]:
@@ -178,7 +178,7 @@ class Schema(SchemaPart):
         """Build a schema from plain values; `where` names their source in errors.
 
         Raises:
-            SchemaError: The values are not a valid schema. One message lists all problems, with the nearest
+            SchemaError: The values are not a valid schema. One message lists up to 20 problems, with the nearest
                 valid key for an unknown key.
         """
         if not isinstance(values, dict):
@@ -258,7 +258,7 @@ class Schema(SchemaPart):
 
 
 def format_yaml_scalar(value: object) -> str:
-    """Return a scalar as YAML flow text, quoted if necessary."""
+    """Return a value as YAML flow text on one line, in which text is quoted if necessary."""
     odd = isinstance(value, str) and not value.isprintable()  # needs escapes to stay on one line
     style = {"default_style": '"'} if odd else {"allow_unicode": True}
     flow = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False, **style)

@@ -29,7 +29,7 @@ def to_table_name(text: str) -> str:
 
 
 class SchemaPart(BaseModel):
-    """A part of a schema. Unknown keys are errors."""
+    """Base class of a schema and its parts. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -42,8 +42,8 @@ class ManagedIds(SchemaPart):
     number."""
     eviction: Eviction = "lru"
     """Ids that lose their rows when all rows are taken: the least recently seen (lru), the least frequently
-    seen (lfu), or none. With none, later ids get no row. With lfu, at most 1/64 of the rows change owners in
-    one step."""
+    seen (lfu), or none. With none, later ids get no row. With lfu, at most 1/64 of the rows (at least one) are
+    reassigned in one step."""
     ttl_steps: PositiveInt | None = None
     """Number of steps without an occurrence after which an id loses its row. Expired ids are searched for every
     ttl_steps ÷ 8 steps; default: ids do not expire."""
@@ -82,7 +82,7 @@ class Table(SchemaPart):
         if self.ids and self.out_of_range != "error":
             raise ValueError("out_of_range is set, but managed ids are never out of range")
         if self.ids and self.rows <= self.ids.fallback_rows:
-            raise ValueError(f"rows: expected more than ids.fallback_rows={self.ids.fallback_rows}")
+            raise ValueError(f"rows: expected more than ids.fallback_rows={self.ids.fallback_rows} (got {self.rows})")
         return self
 
     @property
@@ -92,7 +92,7 @@ class Table(SchemaPart):
 
     @property
     def own_rows(self) -> int:
-        """Return the number of ids that can have a dedicated row."""
+        """Return the number of ids that can have a dedicated row: all rows except the fallback rows of managed ids."""
         return self.rows - self.ids.fallback_rows if self.ids else self.rows
 
 

@@ -20,7 +20,7 @@ class EmbeddingOptim(Section):
     """Optimizer of the embedding tables."""
 
     name: Optimizer = "rowwise_adagrad"
-    """Optimizer that updates tables in the backward pass (fused); on CPU, adam is a dense update."""
+    """Optimizer. Tables are updated in the backward pass (fused), except with adam on CPU, which is a dense update."""
     lr: PositiveFloat = 0.02
     """Learning rate."""
     eps: PositiveFloat = 1e-8
@@ -38,9 +38,9 @@ class TableOptim(Section):
     lr: PositiveFloat | None = None
     """Learning rate; default: optim.embeddings.lr."""
     eps: PositiveFloat | None = None
-    """Default: optim.embeddings.eps."""
+    """Number added to the root of the second moment; default: optim.embeddings.eps."""
     weight_decay: NonNegativeFloat | None = None
-    """Default: optim.embeddings.weight_decay."""
+    """Factor of the L2 penalty; default: optim.embeddings.weight_decay."""
 
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
@@ -84,13 +84,13 @@ class Schedule(Section):
         return self
 
     def resolve_decay_steps(self, steps: int) -> Schedule:
-        """Return the schedule with `decay_steps` resolved for a run of `steps` steps."""
+        """Return the schedule with the default of `decay_steps` replaced for a run of `steps` steps."""
         if self.decay == "constant" or self.decay_steps:
             return self
         return self.model_copy(update={"decay_steps": max(1, steps - self.warmup_steps)})
 
     def compute_factor(self, step: int) -> float:
-        """Return the factor at a step; steps are counted from 0."""
+        """Return the factor at a step, which is counted from 0; `decay_steps` must be resolved."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.decay_steps is None:
@@ -120,7 +120,7 @@ Sharding = Literal[
 def _check_trainable(dtype: object) -> object:
     if dtype in ("bf16", "int8"):
         raise ValueError(
-            f"plan.tables: FBGEMM has no training kernels for dtype {dtype} on any device; use fp16 or fp32"
+            f"FBGEMM has no training kernels for dtype {dtype} on any device; use fp16 or fp32"
             + ("; FBGEMM supports int8 tables for inference only" if dtype == "int8" else "")
         )
     return dtype

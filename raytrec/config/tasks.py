@@ -1,4 +1,4 @@
-"""The sections `tasks`, one entry per label to learn, and `eval`. Implemented in raytrec/tasks.
+"""The sections `tasks`, with one entry per label to learn, and `eval`. Losses and metrics are in raytrec/tasks.
 
 tasks:
   - {label: clicked}                                   # binary cross-entropy
@@ -86,7 +86,7 @@ class RetrievalSection(Section):
 
     @property
     def right_column(self) -> str:
-        """Return the column of evaluated rows that contains the right items."""
+        """Return the column of evaluated rows that contains the keys of the right items."""
         return self.right_items or self.item
 
 
@@ -94,8 +94,8 @@ class EvalSection(Section):
     """Slices, memory limit and item ranking of evaluations."""
 
     slices: list[str] = Field(default_factory=list, max_length=20)
-    """Columns of data.reserve_columns with few values, such as country. Rows, AUC and calibration of each
-    task are reported for the 10 largest and the 10 worst values."""
+    """Columns of data.reserve_columns with few values, such as country. Number of rows, AUC and calibration of each
+    task are reported for the 10 most frequent values and the 10 with the lowest AUC."""
     max_exact_rows: PositiveInt = 2_000_000
     """Maximum number of rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond
     this number, areas under curves are computed from bins, with a bound on their error, and grouped rows are

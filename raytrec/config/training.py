@@ -45,7 +45,7 @@ class ScalingSection(Section):
 
     @property
     def min_workers(self) -> int:
-        """Return the minimum number of workers; the run waits for them."""
+        """Return the minimum number of workers, without which the run does not start."""
         return self.num_workers.min if isinstance(self.num_workers, WorkerRange) else self.num_workers
 
     @property
@@ -55,7 +55,7 @@ class ScalingSection(Section):
 
     @property
     def elastic(self) -> bool:
-        """Return True if the number of workers may change."""
+        """Return True if the number of workers may change during the run."""
         return self.min_workers < self.max_workers
 
 
@@ -152,11 +152,13 @@ class TrainSection(Section):
     data, for at least 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
     """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in
-    about a million rows of data.train, for tasks that learn log-odds and models with a single last layer."""
+    about a million rows of data.train, for tasks with loss bce or focal. An error if there is no such task, or rows
+    are requests with candidates; without effect on models that have no single last layer with a bias."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
-    """Steps between evaluations on data.valid (else data.test); the end of training is always evaluated.
+    """Steps between evaluations on data.valid, else on rows of data.holdout, else on data.test. The end of training is
+    always evaluated; null: only the end.
     auto: ten evaluations in total. next_folder: evaluate on each folder of files in data.train, such as a day,
     just before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
@@ -228,21 +230,21 @@ class ChecksSection(Section):
     at_checkpoints: bool = True
     """Check before each checkpoint."""
     same_environment: Reaction = "stop"
-    """Configuration, schema, code and libraries are the same on all ranks."""
+    """Check that configuration, schema, code and libraries are the same on all ranks."""
     shards: Reaction = "stop"
-    """Shards cover every row of every table exactly once."""
+    """Check that shards cover every row of every table exactly once."""
     replicas: Reaction = "stop"
-    """Dense layers, data-parallel tables and their optimizer state are equal on all ranks."""
+    """Check that dense layers, data-parallel tables and their optimizer state are equal on all ranks."""
     parity: Reaction = "stop"
-    """Pooled embeddings and gradients of a live batch equal those of a single process."""
+    """Check that pooled embeddings and gradients of a live batch equal those of a single process."""
     conservation: Reaction = "stop"
-    """Ids and rows are not lost between ranks; all ranks are at the same step."""
+    """Check that no ids and rows are lost between ranks, and that all ranks are at the same step."""
     managed_ids: Reaction = "stop"
-    """Managed ids and their rows correspond one to one over all ranks."""
+    """Check that managed ids and their rows correspond one to one over all ranks."""
     finite: Reaction = "stop"
-    """Weights and optimizer state contain neither NaN nor infinite values. A state with such values is never
-    saved, even if this check is off."""
+    """Check that weights and optimizer state contain neither NaN nor infinite values. A state with such values is
+    never saved, even if this check is off."""
     numerics: Reaction = "warn"
-    """Gradients are finite, norms do not explode, and calibration does not drift."""
+    """Check that gradients are finite, norms do not explode, and calibration does not drift."""
     custom: dict[ModuleName, Reaction] = Field(default_factory=dict)
     """User-defined checks: module:Class → off, warn or stop."""

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from raytrec.common.errors import shorten_repr
 from raytrec.common.formatting import format_count
 from raytrec.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, SmallCount, build_section_union
 
@@ -55,7 +56,7 @@ class OnColumns(Section):
 
     @property
     def writes(self) -> list[str]:
-        """Return the columns that the transform writes."""
+        """Return the columns that the transform writes, in the order of `columns`."""
         return self.into or self.columns
 
 
@@ -102,7 +103,7 @@ class Bucketize(OnColumns):
     @classmethod
     def _check_increasing(cls, value: list[float]) -> list[float]:
         if any(a >= b for a, b in pairwise(value)):
-            raise ValueError("boundaries must be strictly increasing")
+            raise ValueError(f"expected strictly increasing numbers (got {shorten_repr(value)})")
         return value
 
 
@@ -275,7 +276,7 @@ class Sample(Section):
 
 
 class Python(Section):
-    """A user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
+    """Transform by a user-defined function `function(table: pyarrow.Table, **options) -> pyarrow.Table`.
 
     The function receives some consecutive rows of a file, and returns as many rows in the same order. The result for a
     row must depend only on this row, because the rows of a call differ between runs. Before a run starts, the function

@@ -46,7 +46,10 @@ SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
-    """Return a mapping from key to the code or server that a configuration names. The values need not be validated."""
+    """Return a mapping from key to the code, server or cluster that a configuration names.
+
+    Clusters and MLflow servers of the user are omitted. The values need not be validated.
+    """
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
     foreign_code = _find_modules(values) | dict(_iterate_places(places))
     address = as_dict(values.get("scaling")).get("address")
@@ -59,7 +62,7 @@ def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
 
 
 def list_user_code(values: dict[str, Any]) -> list[str]:
-    """Return the user's code that a configuration names, as module:name."""
+    """Return the user-defined code that a configuration names, each once, as module:name."""
     return list(dict.fromkeys(_find_modules(values).values()))
 
 

@@ -50,8 +50,8 @@ def tune(
 ) -> Search:
     """Search for the best values of some configuration keys.
 
-    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME). Successive halving
-    stops trials early whose metric is worse than that of other trials after as many rows; their checkpoints are kept.
+    Each trial is a run in its own folder inside the search folder (run.dir; default: runs/NAME-tune-TIME). Trials with
+    worse metrics than other trials after as many rows save a checkpoint and stop early (successive halving).
 
     Args:
         source: Path of a configuration file, its values, or a RunConfig; train.eval_every_steps must be set.

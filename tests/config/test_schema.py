@@ -44,7 +44,7 @@ def test_schema_lists_its_columns():
         (("sparse", "user", "pooling"), "max", "sparse.user.pooling"),
         (("tables", "other"), {"rows": 3, "dim": 4}, "no sparse feature looks up other"),
         (("labels",), ["a"], "listed twice"),
-        (("labels",), ["user"], "also an input"),
+        (("labels",), ["user"], "labels are also inputs: user"),
         (("labels",), [], "labels"),
         (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: the name must not be empty, contain a dot"),
         (("tables", "items"), {"rows": 3, "dim": 4}, "use 'items_table'"),

@@ -50,7 +50,7 @@ class PythonSection(ModelSection):
         return self.towers.members([*schema.dense, *schema.sparse])
 
     def check(self, schema: Schema) -> None:
-        """Check that the patterns of the towers match features or dense columns."""
+        """Check that each pattern in `towers` matches a feature or dense column."""
         if self.retrieves:
             self.tower_members(schema)
 
@@ -69,7 +69,7 @@ SECTIONS: dict[str, type[ModelSection]] = {**MODELS.parts, OWN: PythonSection}
 
 
 def check_model(schema: Schema, config: ModelSection, vectors: bool, tasks: Mapping[str, int]) -> None:
-    """Check that a model can be built for a schema and its tasks.
+    """Check that a model can be built for a schema and the tasks of a run.
 
     Args:
         schema: Schema of the run.

@@ -20,7 +20,7 @@ Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
-    """Base class of `model` sections; a model is built from (Schema, its section).
+    """Base class of `model` sections. A model class is called with (Schema, its section).
 
     Attributes:
         path: Class of the model as module:Class; only workers import the module.
@@ -86,7 +86,7 @@ class ModelSection(Section):
         return result
 
     def reads_ids(self, schema: Schema) -> list[str]:
-        """Return the features whose ids the model reads in addition to embeddings (models/inputs.py)."""
+        """Return the sparse features whose ids the model reads in addition to embeddings (models/inputs.py)."""
         return []
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
@@ -97,7 +97,7 @@ class ModelSection(Section):
         raise NotImplementedError(self.name)
 
     def request_members(self, schema: Schema) -> set[str]:
-        """Return the features and dense columns that the model encodes once per request with candidates."""
+        """Return the features and dense columns that the model encodes once per request instead of per candidate."""
         return self.tower_members(schema)["query"] if self.retrieves else set()
 
     def check(self, schema: Schema) -> None:
@@ -126,7 +126,7 @@ S = TypeVar("S", bound=type[ModelSection])
 
 
 def model(name: str, path: str) -> Callable[[S], S]:
-    """Return a decorator that registers a model's section.
+    """Return a class decorator that registers a model's section in MODELS.
 
     Args:
         name: Value of model.name.
@@ -168,6 +168,12 @@ class OneDimSection(ModelSection):
 def check_same_dim(schema: Schema, features: Sequence[str], expected: str, do: str) -> None:
     """Check that the tables of two features have the same dim.
 
+    Args:
+        schema: Schema of the run.
+        features: Names of the two features.
+        expected: Part `expected` of the error.
+        do: Part `do` of the error.
+
     Raises:
         ConfigError: The dims differ.
     """
@@ -204,10 +210,10 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
 
 
 def check_lengths(schema: Schema, config: ModelSection) -> None:
-    """Check that the features in model.max_length are sequences.
+    """Check that model.max_length, if it is a mapping, names only sequence features.
 
     Raises:
-        ConfigError: A feature is not a sequence.
+        ConfigError: A name is not a sequence feature.
     """
     lengths = getattr(config, "max_length", None)
     sequences = [feature for feature, spec in schema.sparse.items() if spec.pooling == "sequence"]
@@ -265,7 +271,7 @@ def find_side_feature(schema: Schema, feature: str, column: str, where: str) -> 
 
 
 def check_same_table(schema: Schema, feature: str, item: str, key: str) -> None:
-    """Check that a feature and the item look up the same table.
+    """Check that a feature and the feature `item` look up the same table; `key` names the former in the error.
 
     Raises:
         ConfigError: The features look up different tables.

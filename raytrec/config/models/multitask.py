@@ -184,7 +184,7 @@ class PEPNetSection(ModelSection):
         self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the features and columns of the keys domain and personal.
+        """Return {"domain": …, "personal": …}, the features and dense columns that match each key's patterns.
 
         Raises:
             ConfigError: A pattern matches nothing.
@@ -235,7 +235,7 @@ class HstuRankSection(TargetedSection):
     """Dropout in the towers and of each layer's residual branch during training."""
 
     def history(self, schema: Schema) -> str:
-        """Return the first sequence, which defines the events and whose side features describe them."""
+        """Return the first sequence of the schema, whose ids are the events and whose side features describe them."""
         return next(iter(self.targets(schema)))
 
     def candidate_members(self, schema: Schema) -> set[str]:
@@ -248,7 +248,7 @@ class HstuRankSection(TargetedSection):
         return {*schema.dense, *schema.sparse} - self.candidate_members(schema)
 
     def check(self, schema: Schema) -> None:
-        """Check the dims, the heads, the side features, the request's time, and the features of candidates."""
+        """Check the dims, the heads, the side features, request_time, and that candidate columns are in `candidate`."""
         self.check_dims(schema)
         check_heads(self.heads, self.width or self.dim, f"model.width is {self.width or self.dim}")
         for column in self.actions:

@@ -57,7 +57,7 @@ class DcnSection(ModelSection):
 
 
 def _check_first_order(schema: Schema, model: str, tasks: Mapping[str, int], features: Collection[str]) -> None:
-    """Check that table rows have room for one first-order weight per output and a vector.
+    """Check that a table row has room for one first-order weight per logit column and a vector.
 
     Args:
         schema: Schema of the run.
@@ -115,7 +115,7 @@ class WideDeepSection(ModelSection):
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
     def parts(self, schema: Schema) -> dict[str, set[str]]:
-        """Return a mapping from part (wide or deep) to its features and columns.
+        """Return {"wide": …, "deep": …}, the features and dense columns of each part.
 
         Raises:
             ConfigError: A pattern matches nothing, or a feature is in neither part.
@@ -190,7 +190,7 @@ class FinalMLPSection(ModelSection):
     """Dropout in both streams during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that gates and heads fit the features and the sizes of the streams."""
+        """Check that gates match features or dense columns, and that the heads divide the last size of each stream."""
         if not self.gating and (self.gate1 or self.gate2):
             raise ConfigError(
                 "model.gate1 or model.gate2 is set, but model.gating is false",
@@ -210,7 +210,7 @@ class FinalMLPSection(ModelSection):
                 )
 
     def context(self, schema: Schema, stream: str) -> set[str]:
-        """Return the features and columns from which the input weights of a stream are computed.
+        """Return the features and dense columns that compute a stream's input weights; `stream` is gate1 or gate2.
 
         Raises:
             ConfigError: A pattern matches nothing.

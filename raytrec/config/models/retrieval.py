@@ -83,7 +83,7 @@ class SampledSection(ModelSection):
         return find_side_feature(schema, self.negatives, self.log_share, "model.log_share")
 
     def _with_ids(self, *features: str) -> list[str]:
-        """Return `features` and the negatives if rows share their negatives, else []."""
+        """Return `features` and model.negatives if rows share their negatives, else []."""
         if not self.share_negatives or self.negatives is None:
             return []
         return [*features, self.negatives]
@@ -98,7 +98,7 @@ class PairSection(SampledSection):
     """Feature of the recommended item."""
 
     def check(self, schema: Schema) -> None:
-        """Check that the user and item features exist and that the negatives fit the item."""
+        """Check that the user and item features exist, and that negatives, if any, look up the item's table."""
         check_feature(schema, self.user, "model.user")
         check_feature(schema, self.item, "model.item")
         self.check_negatives(schema, self.item)
@@ -115,7 +115,7 @@ class MfSection(PairSection):
     """Use the last element of each embedding as the bias of the user or item, not as a factor."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features, and that the user and item tables have the same dim."""
+        """Check the features and negatives, and that the user and item tables have the same dim."""
         super().check(schema)
         expected = "the same dim for both tables, because mf computes their dot products"
         check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
@@ -125,7 +125,7 @@ class MfSection(PairSection):
         return self._with_ids(self.item)
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the user as the query tower and the item as the item tower."""
+        """Return the feature of each tower: the user for the query tower, and the item for the item tower."""
         return {"query": {self.user}, "item": {self.item}}
 
 
@@ -145,7 +145,7 @@ class NcfSection(PairSection):
     """Dropout in the MLP during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features and widths, and that negatives are not shared."""
+        """Check the features, negatives and widths, and that share_negatives is not set."""
         super().check(schema)
         self.widths(schema)
         if self.share_negatives:
@@ -157,7 +157,7 @@ class NcfSection(PairSection):
             )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
-        """Return the width of the products, and the widths of the user and item vectors that the MLP reads.
+        """Return (width of the products, width of the user vector for the MLP, width of the item vector for the MLP).
 
         Raises:
             ConfigError: gmf_dim is larger than a table's dim or set together with shared, or the dims differ with
@@ -226,7 +226,7 @@ class TwoTowerSection(SampledSection):
     """Dropout after each tower's hidden layers during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each feature is in one tower and that negatives, if any, fit the item tower."""
+        """Check that each feature is in one tower, and that negatives, if any, share the table of the item."""
         of_item = self.tower_members(schema)["item"]
         if self.negatives is not None and (len(of_item) > 1 or not of_item <= set(schema.sparse)):
             raise ConfigError(
@@ -242,7 +242,7 @@ class TwoTowerSection(SampledSection):
         return self._with_ids(*self.tower_members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the features and columns of each tower. All names in the schema except negatives are in one tower.
+        """Return {"query": …, "item": …}, the features and dense columns of each tower, without the negatives.
 
         Raises:
             ConfigError: A feature is in neither or both towers, or a pattern matches nothing.

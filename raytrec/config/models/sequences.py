@@ -25,7 +25,7 @@ from raytrec.config.schema import Schema
 
 
 class TargetedSection(ModelSection):
-    """Section of a model that reads each sequence with respect to a target, such as a possible next item."""
+    """Section of a model that reads each sequence with respect to a target feature, such as a possible next item."""
 
     max_length: SmallCount = 50
     """Maximum number of most recent ids read from each sequence feature, whose last id is the newest."""
@@ -55,10 +55,10 @@ class TargetedSection(ModelSection):
         return {sequence: self._target(schema, sequence) for sequence in sequences}
 
     def check_dims(self, schema: Schema) -> None:
-        """Check that each sequence's vectors are as wide as its target's.
+        """Check that the tables of each sequence and its target have the same dim.
 
         Raises:
-            ConfigError: The widths differ, or a sequence has no target (see `targets`).
+            ConfigError: The dims differ, or a sequence has no target (see `targets`).
         """
         for pair in self.targets(schema).items():
             expected = "the same dim for both tables, because ids of a sequence are compared with its target"
@@ -71,13 +71,15 @@ class TargetedSection(ModelSection):
         if self.target in bags:
             return self.target
         if self.target is not None:
-            raise make_unknown_word_error(f"'{self.target}' is not a feature", self.target, bags, "model.target")
+            kind = "a sequence" if self.target in schema.sparse else "not a feature"
+            what = f"model.target is '{self.target}', which is {kind}"
+            raise make_unknown_word_error(what, self.target, bags, "model.target")
         if len(same) != 1:
             raise ConfigError(
                 f"sequence {sequence} has no default target: {len(same)} other features look up its table",
                 where="model.target",
                 expected="exactly one feature that shares the sequence's table, or an explicit target",
-                do=f"set model.target to one of {', '.join(same or bags)}",
+                do=f"set model.target to one of {', '.join(same or bags)}" if bags else "add a feature of the target",
             )
         return same[0]
 
@@ -111,7 +113,7 @@ class DinSection(TargetedSection):
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each sequence's vectors are as wide as its target's."""
+        """Check that the tables of each sequence and its target have the same dim."""
         self.check_dims(schema)
 
 
@@ -155,7 +157,9 @@ class DienSection(TargetedSection):
 
 
 def check_heads(heads: int, width: int, what: str) -> None:
-    """Check that a width is a multiple of the number of attention heads; the error begins with the clause `what`.
+    """Check that a width is a multiple of the number of attention heads.
+
+    The error begins with `what`, a clause such as "model.width is 50".
 
     Raises:
         ConfigError: The width is not a multiple.
@@ -186,7 +190,7 @@ class BstSection(TargetedSection):
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
-        """Check that sequences are as wide as their targets and that the heads divide the width."""
+        """Check that each sequence and its target have the same dim, of which the number of heads is a divisor."""
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.get_feature_dim(sequence)
@@ -218,7 +222,7 @@ class NextItemSection(SampledSection):
     """Divisor of the scores."""
 
     def sequence_lengths(self, schema: Schema) -> dict[str, int]:
-        """Return a mapping from feature to maximum length of the history and the negatives, which are read id by id."""
+        """Return feature → maximum number of ids for the history and the negatives, which are read id by id."""
         return {self.history: self.max_length} | super().sequence_lengths(schema)
 
     def reads_ids(self, schema: Schema) -> list[str]:
@@ -230,7 +234,10 @@ class NextItemSection(SampledSection):
         return {"query": {self.history}, "item": {self.item}}
 
     def check(self, schema: Schema) -> None:
-        """Check that history, item and negatives exist and share a table, and that the heads divide the width."""
+        """Check the features and the heads.
+
+        History, item and negatives must exist and share a table, and the width must be a multiple of the heads.
+        """
         check_feature(schema, self.history, "model.history", sequence=True)
         check_feature(schema, self.item, "model.item")
         check_same_table(schema, self.history, self.item, "model.history")
