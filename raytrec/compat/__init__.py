@@ -1,5 +1,5 @@
-"""All uses of private names of upstream libraries, such as Ray and torch, and nothing else.
+"""Code that uses private names of upstream packages, such as Ray and torch; no other package uses such names.
 
 Each use was checked against the versions in versions.py; tests/compat/test_upstream_surface.py reports names
-that a new version has changed. Each module covers one library, so that, for example, ray_core does not import torch.
+that a new version has changed. Each module covers one package, so that, for example, ray_core does not import torch.
 """

@@ -21,7 +21,7 @@ CACHE_SETTINGS = {"gather_uvm_cache_stats": True, "prefetch_pipeline": True}
 def find_resident_rows(kernel: nn.Module) -> Any:
     """Return the embeddings.mapped.HotRowCache that keeps rows of a kernel's table in memory, or None.
 
-    Only tables in files can have such a cache.
+    Only kernels of tables in files can have such a cache.
     """
     return getattr(find_fused_lookup(kernel), "resident_rows", None)
 
@@ -40,7 +40,7 @@ def has_cache(kernel: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class Cache:
-    """Rows of a table shard that a kernel caches on the device; they are newer than the rows in host memory.
+    """Cache of a table shard's rows on the device; cached rows can be newer than the rows in host memory.
 
     The cache has no dirty bits. Writing back would copy the whole cache, a share of the table's size, over PCIe.
     A few rows are therefore read through the cache instead.
@@ -62,7 +62,7 @@ class Cache:
         private(self.kernel, "purge", "torchrec")()
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of some rows.
+        """Replace the values of some rows in host memory, after writing back and discarding the kernel's cached rows.
 
         Args:
             values: Table shard, as in `read`.
@@ -74,7 +74,7 @@ class Cache:
         self.purge()
 
     def read(self, values: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return the current values of some rows, without synchronization with the host.
+        """Return the current values of some rows, from the cache or host memory; the host does not wait for the GPU.
 
         Args:
             values: Table shard, [rows, columns], in host memory that the device can read.
@@ -104,7 +104,7 @@ class Cache:
 
 
 def find_row_caches(model: nn.Module) -> dict[str, Any]:
-    """Return a mapping from table to the Cache or HotRowCache of this rank's shard, for tables that have either."""
+    """Return table → Cache or HotRowCache of this rank's shard, for the tables that have either."""
     caches_by_table: dict[str, Any] = {}
     for kernel in iterate_sharded_kernels(model):
         if (rows := find_resident_rows(kernel)) is not None:
@@ -122,7 +122,7 @@ def find_row_caches(model: nn.Module) -> dict[str, Any]:
 
 
 def measure_cache_hits(kernel: nn.Module) -> float | None:
-    """Return the share of distinct rows found in a kernel's cache since the last call.
+    """Return the share of distinct rows found in a kernel's cache since the last call, and reset the counts.
 
     The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For a
     table in a file, the result is the share of training lookups that found their row in memory.
@@ -144,7 +144,7 @@ def get_update_count(kernel: nn.Module) -> int:
     Lookups in evaluation also count, except within `exclude_from_update_counts`.
 
     Raises:
-        RunError: The kernel's optimizer does not count updates, or is not fused.
+        RunError: The kernel is not fused, or its optimizer does not count updates.
     """
     return int(_get_undocumented(kernel.emb_module, "iter").item())
 
@@ -175,7 +175,7 @@ def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
 
 
 def pad_empty_shards(model: nn.Module) -> None:
-    """Pad kernels that contain no row of a table on this rank, as with fewer rows than ranks (row-wise).
+    """Pad CPU kernels that contain no row of a table on this rank, such as of a row-wise table with few rows.
 
     FBGEMM on a CPU treats a fused kernel without weights as a GPU kernel, and fails. If a kernel's last table is
     empty, backward reads beyond hash_size_cumsum. An additional last row, which belongs to no table and is never

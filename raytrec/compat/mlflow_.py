@@ -41,7 +41,10 @@ STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages th
 
 
 def has_store(uri: str) -> bool:
-    """Return True if MLflow or an installed plugin has a store for a URI's scheme; MLflow is not imported."""
+    """Return True if MLflow or an installed plugin has a store for a URI's scheme, or if the URI is a local path.
+
+    MLflow is not imported.
+    """
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
     schemes = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
     return scheme in schemes or scheme.partition("+")[0] in DATABASE_SCHEMES
@@ -61,7 +64,7 @@ def block_unneeded_packages() -> None:
 
 
 def import_quietly() -> None:
-    """Import MLflow with settings for few retries and little output.
+    """Import MLflow with CLIENT_ENVIRONMENT and QUIET: few retries and little output.
 
     The import takes seconds, and does not contact a server.
     """
@@ -93,9 +96,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if the store does not respond; False if its address is invalid or it refuses access.
+    """Return True if an error of the first call to a store means that the store does not respond.
 
-    Use this function only for errors of the first call to a store.
+    The result is False for other errors, such as an invalid address, denied access or an untrusted certificate.
     """
     from requests.exceptions import SSLError
 
@@ -103,7 +106,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the innermost nonempty error text, at most 200 characters, without secrets."""
+    """Return the first line of the innermost cause that has a text, at most 200 characters, without secrets."""
     messages = [str(cause).strip() for cause in _iterate_causes(error)]
     text = next((message for message in reversed(messages) if message), type(error).__name__)
     return hide(text.splitlines()[0])[:200]
@@ -126,7 +129,7 @@ def _is_unavailable(error: BaseException) -> bool:
 
 
 def get_http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an MLflow or upload error; None for other errors."""
+    """Return the HTTP status of an error of MLflow or of an upload; None for other errors."""
     from mlflow.exceptions import MlflowException
     from requests.exceptions import HTTPError
 

@@ -1,4 +1,7 @@
-"""Private names of Ray (2.60.0): cluster, processes, errors, libraries. Ray is imported by functions only."""
+"""Private names of Ray (2.60.0): cluster, processes, errors, libraries. Ray is imported by functions only.
+
+GCS is Ray's global control service, a server on the head node.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +43,14 @@ def list_alive_nodes() -> list[dict[str, Any]]:
 
 
 def list_free_resources() -> dict[str, dict[str, float]]:
-    """Return a mapping from node id to the free resources by name."""
+    """Return node id → name of a resource → free amount."""
     import ray
 
     return ray._private.state.available_resources_per_node()
 
 
 def list_draining_nodes() -> set[str]:
-    """Return the ids of nodes being drained, from the same source as ray.train.get_preemption_info."""
+    """Return the ids of nodes that are being drained; ray.train.get_preemption_info uses the same source."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes() or {})
@@ -99,7 +102,11 @@ def make_gcs_client(address: str) -> Any:
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
     """Drain a node as if it were preempted; return (True if Ray accepts the request, reason for refusal).
 
-    `deadline_ms` is a Unix time in milliseconds.
+    Args:
+        gcs_address: HOST:PORT of the GCS.
+        node: Id of the node.
+        why: Reason, which Ray records.
+        deadline_ms: Unix time in milliseconds until which processes on the node can run.
     """
     from ray.core.generated import autoscaler_pb2
 
@@ -115,7 +122,7 @@ def find_head_nodes() -> list[str]:
 
 
 def measure_system_memory() -> int:
-    """Return the main memory of this machine, or of this process's container, in bytes."""
+    """Return the total main memory of this machine, or of this process's container, in bytes."""
     from ray._common.utils import get_system_memory
 
     return get_system_memory()
@@ -175,7 +182,7 @@ def get_token_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def find_nodes_without_gpus() -> dict[str, float]:
-    """Return the CPUs of nodes without GPUs, by node id; {} if no node of the cluster has GPUs."""
+    """Return node id → number of CPUs of nodes without GPUs; {} if no node of the cluster has GPUs."""
     alive = {node["NodeID"]: node["Resources"] for node in list_alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}
@@ -190,7 +197,7 @@ def unwrap_health_check_failure(error: BaseException) -> BaseException:
 
 
 def is_node_loss(error: BaseException) -> bool:
-    """Return True if a Ray error means that the node of an actor is lost."""
+    """Return True if a Ray error means that the node of a process has died or was preempted."""
     from ray.exceptions import NodeDiedError, RayActorError
 
     preempted = isinstance(error, RayActorError) and error.preempted
@@ -220,13 +227,13 @@ def silence_uploads() -> None:
 
 
 def parse_version_mismatch(text: str) -> tuple[str, str] | None:
-    """Parse the Ray and Python versions of a cluster from its rejection; return None for other errors."""
+    """Return (Ray version, Python version) of a cluster that rejected other versions; None for other error texts."""
     versions = re.findall(r"(Ray|Python): (\S+)", text) if "ersion mismatch" in text else []
     return (versions[0][1], versions[1][1]) if len(versions) > 1 else None
 
 
 def load_node_providers() -> tuple[Any, Any]:
-    """Return Ray's node provider classes for AWS and GCP, which require requirements/cloud.txt."""
+    """Return Ray's node provider classes (AWS, GCP), whose import requires requirements/cloud.txt."""
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
 

@@ -30,7 +30,7 @@ def prefer_node(node: str) -> Any:
 def disable_autoscaling_requests() -> None:
     """Make Ray Data start read tasks regardless of free resources, without requests to its autoscaler.
 
-    Read tasks request no CPU: the stream limits their number and memory, and Ray's scheduler assigns the CPUs.
+    Read tasks request no CPU: data.stream limits their number and memory, and Ray's scheduler assigns the CPUs.
     Ray Data's own autoscaler (2.60) starts no task if Ray Train's workers have reserved all CPUs of a cluster,
     and waits forever without a message. It also uses an actor, whose process takes seconds to start before the
     first batch, and 1 % of a core.
@@ -86,7 +86,7 @@ def throttle_executors() -> None:
 def disable_statistics() -> None:
     """Make Ray Data collect no statistics about this process's executions, and start no statistics actor.
 
-    A stream is one execution per epoch, each with a separate name, and the actor keeps some 150 gauges per name
+    A rank's reader is one execution per epoch, each with a separate name, and the actor keeps some 150 gauges per name
     (data/_internal/stats.py). The actor grew by 0.5 to 1 MiB per epoch and rank without limit, as did the agents
     that export its gauges. The actor is also detached and pinned to the first node that reads, which then never
     becomes idle. Its process wakes a hundred times per second. raytrec does not use these statistics. Execution

@@ -62,7 +62,7 @@ def disable_auto_connect() -> None:
 
 
 def silence_workers() -> None:
-    """Suppress the advice that Ray prints at every process exit despite `log_to_driver=False`."""
+    """Suppress workers' messages that Ray prints when processes exit, despite `log_to_driver=False`."""
     import ray
 
     set_private(ray._private.worker, "print_to_stdstream", lambda data, ignore_prefix: None, "ray")
@@ -97,7 +97,7 @@ def replace_popen(
     Args:
         options: Options of subprocess.Popen.
         env: Additional environment variables.
-        on_process_start: Function called with the id of each process, and True for the raylet.
+        on_process_start: Function called with the id of each started process, and True if the process is the raylet.
     """
     from ray._private import services
 
@@ -132,7 +132,7 @@ def replace_worker_script(script: Path) -> AbstractContextManager[None]:
 
 
 def get_first_job_env(raylet: int) -> dict[str, str]:
-    """Return the variables that a raylet adds for workers of a new cluster's first job.
+    """Return the environment variables that a raylet adds for workers of a new cluster's first job.
 
     `raylet` is the process id of the raylet.
     """

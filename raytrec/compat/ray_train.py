@@ -80,7 +80,7 @@ class ControlledTrainer(DataParallelTrainer):
 
 
 def replace_callback(callbacks: list[Any], kind: type, replacement_callbacks: list[Any]) -> list[Any]:
-    """Return Ray Train's callbacks, with the callback of class `kind` replaced by others.
+    """Return Ray Train's callbacks, with the callback of class `kind` replaced by `replacement_callbacks`.
 
     Raises:
         RunError: Ray Train no longer has such a callback.
@@ -151,7 +151,7 @@ class RequestingPolicy(ScalingPolicy):
     Args:
         scaling_config: Ray Train's scaling configuration.
         max_train_workers: Maximum number of workers.
-        reader_cpus: Number of CPUs that the autoscaler should provide in addition to the workers' CPUs.
+        reader_cpus: Number of CPUs for readers, which the autoscaler should provide in addition to the workers' CPUs.
         autoscaler_exists: False if there is no autoscaler; resources are then not requested, and the actor that
             forwards requests is not started.
     """
@@ -168,7 +168,7 @@ class RequestingPolicy(ScalingPolicy):
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Renew the request before it expires, unless the last one is recent; do nothing without an autoscaler."""
+        """Renew the request to the autoscaler unless the last request is recent; do nothing without an autoscaler."""
         if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()

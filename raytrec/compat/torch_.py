@@ -43,7 +43,7 @@ def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
 
 
 def copy_modules(module: nn.Module) -> nn.Module:
-    """Return a copy of a module and its submodules, with the same tensors.
+    """Return a copy of a module and its submodules that shares the tensors of the original.
 
     A copied GraphModule has the class of the original, which contains the compiled code. copy.copy() would compile
     the code again.
@@ -56,7 +56,7 @@ def copy_modules(module: nn.Module) -> nn.Module:
 
 
 def is_dispatched(target: str) -> bool:
-    """Return True if "torch.ops.aten.NAME.OVERLOAD" is a dispatched operator.
+    """Return True if the name "torch.ops.aten.NAME.OVERLOAD" denotes a dispatched operator.
 
     Other names denote TorchScript functions, such as aten::save.
     """
@@ -163,12 +163,12 @@ def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sha
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply tensors in place by a factor, with few kernel launches."""
+    """Multiply all tensors in place by a factor, a tensor with one element, with few kernel launches."""
     torch._foreach_mul_(tensors, factor)
 
 
 def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
-    """Call a function in the next backward pass of `losses`, after all nodes of the graph have run.
+    """Call a function in the backward pass of `losses`, after all nodes of the autograd graph have run.
 
     Callbacks run in the order in which they were queued. DistributedDataParallel waits for its all-reduces in a
     callback that is queued later, so the function runs before this wait.
@@ -177,7 +177,7 @@ def call_after_nodes(losses: torch.Tensor, call: Callable[[], object]) -> None:
 
 
 class FixedDtype(nn.Module):
-    """Module that is notified of each cast or move before any of its tensors change."""
+    """Base class of modules whose `before_cast` is called before a cast or move changes any of their tensors."""
 
     def before_cast(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Handle a function that is about to be applied to all tensors; raise an error to refuse the cast."""
@@ -212,7 +212,7 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Wrap every wait for other ranks in this process, including waits in TorchRec's autograd functions.
+    """Replace torch.distributed.Work.wait, by which this process waits for other ranks, also within TorchRec.
 
     Args:
         timed: Function that takes the original torch.distributed.Work.wait and returns its replacement. If
@@ -230,7 +230,7 @@ def watch_compiler(begins: Callable[[], object], ends: Callable[[], object]) -> 
 
 
 def quote_library_folder() -> None:
-    """Quote the folder of torch's libraries, because inductor (2.13.0) does not escape spaces in it for the linker."""
+    """Quote the path of torch's libraries, because inductor (2.13.0) does not escape its spaces for the linker."""
     from torch.utils import cpp_extension
 
     if " " in (folder := private(cpp_extension, "TORCH_LIB_PATH", "torch")):

@@ -33,7 +33,7 @@ MAPPED = "raytrec_mapped"  # key in the settings of tables in files; they share 
 def iterate_sharded_kernels(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the kernels of this rank's shards, one per group of tables that FBGEMM looks up at once.
 
-    Data-parallel tables, which are in a separate DDP module, are not included.
+    Kernels of data-parallel tables are not included; see `iterate_replicated_kernels`.
     """
     for lookup in _iterate_lookups(model):
         if not isinstance(lookup, DistributedDataParallel):
@@ -84,7 +84,7 @@ def returns_per_id_vectors(kernel: nn.Module) -> bool:
 
 
 def list_kernel_tables(kernel: nn.Module) -> list[ShardedEmbeddingTable]:
-    """Return the table shards that a kernel looks up, in key order; see .name, .feature_names, .local_cols."""
+    """Return TorchRec's descriptions of the table shards that a kernel looks up, in the order of its features."""
     return private(kernel, "config", "torchrec").embedding_tables
 
 
@@ -97,7 +97,10 @@ def get_shard_origin(table: ShardedEmbeddingTable) -> tuple[int, int]:
 
 
 def is_pipelined(collection: nn.Module, sparse: Any) -> bool:
-    """Return True if TorchRec's pipeline is tracing a lookup, or has replaced it to send ids early."""
+    """Return True if TorchRec's pipeline is tracing a collection, or has replaced its forward to send ids early.
+
+    `sparse` is the input of the collection.
+    """
     return isinstance(sparse, Proxy) or isinstance(collection.forward, BaseForward)
 
 
@@ -116,7 +119,7 @@ def unwrap_optimizer(optimizer: KeyedOptimizer) -> KeyedOptimizer:
 
 
 def iterate_torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the torch optimizers of parameters that are not updated in backward."""
+    """Yield the torch optimizers inside TorchRec's optimizer; parameters that are updated in backward have none."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
             yield from iterate_torch_optimizers(part)
@@ -134,7 +137,7 @@ class PerIdLookup(nn.Module):
         super().__init__(*args, **settings | ONE_TABLE_SETTINGS)
 
     def forward(self, indices: torch.Tensor, offsets: torch.Tensor, *args: Any, **kw: Any) -> torch.Tensor:
-        """Return the vector of each id."""
+        """Return the vector of each id in `indices`, [N, columns]; `offsets` only determines the dtype of the bags."""
         bag_offsets = torch.arange(len(indices) + 1, dtype=offsets.dtype, device=offsets.device)
         return super().forward(indices, bag_offsets, *args, **kw)
 
@@ -159,7 +162,7 @@ PER_ID_LOOKUPS = {
 
 
 def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") -> None:
-    """Select storage in a file for a table before sharding; the table must be updated in backward.
+    """Mark a table, before sharding, for storage in a file; the table must be updated in backward.
 
     TorchRec combines only tables with equal settings into a lookup, so tables in files share no lookup with tables
     in memory.
@@ -175,7 +178,7 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
 
 
 def use_custom_lookups(files: Any) -> AbstractContextManager[None]:
-    """Make TorchRec create customized lookups in the block.
+    """Make TorchRec create raytrec's lookups in the block.
 
     Per-id lookups of one table use bags of one id. Weights and optimizer state of tables in files (`map_table`)
     use memory allocated by `files`, which FBGEMM's CPU kernel receives as preallocated_host_buffers. No initial

@@ -57,7 +57,7 @@ class _PinnedSizesForward(KJTAllToAllForward):
 
 
 def _receive_splits(self: SplitsAllToAllAwaitable, receive: Any = SplitsAllToAllAwaitable._wait_impl) -> Any:
-    """Return the received sizes; on a GPU, TorchRec's check of the sent sizes reads zeros in host memory instead."""
+    """Return the received sizes; on a GPU, let TorchRec's check of the sent sizes read zeros in host memory instead."""
     sent = self._input_tensor
     if sent.device.type != "cpu":
         self._input_tensor = torch.zeros(len(sent), dtype=torch.int64)
@@ -162,7 +162,7 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         self._kernels = [k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
-        """Run one step, and return the output of the model.
+        """Run one step on the next batch, and return the output of the model.
 
         Raises:
             StopIteration: There are no more batches.

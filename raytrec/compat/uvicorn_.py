@@ -88,7 +88,7 @@ class DrainingServer(Server):
     """Server that accepts all waiting connections before it closes its sockets."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close the sockets, and return when all requests are complete."""
+        """Accept the waiting connections, close the sockets, and return when all requests are complete."""
         waiting, copies = [], [each.dup() for each in sockets or ()]
         for server in self.servers:
             server.close()  # the event loop accepts no more connections; without the copies, waiting ones would be lost
@@ -115,7 +115,10 @@ def list_active(server: Server) -> list[BoundedProtocol]:
 
 
 def close_surplus(server: Server, fair_count: float) -> None:
-    """Mark surplus connections, which their next response closes, if a server exceeds `fair_count` by the tolerance."""
+    """Mark a server's active connections beyond `fair_count` as surplus, so that their next response closes them.
+
+    Nothing is marked within the tolerance, which is one connection or CONNECTION_TOLERANCE of `fair_count`.
+    """
     active = list_active(server)
     surplus = len(active) - fair_count
     if surplus >= max(1.0, CONNECTION_TOLERANCE * fair_count):
@@ -124,7 +127,7 @@ def close_surplus(server: Server, fair_count: float) -> None:
 
 
 async def abort_slow(server: Server) -> None:
-    """Abort a server's connections whose clients have neither sent nor read in time (CLIENT_TIMEOUT_S)."""
+    """Abort a server's connections whose clients have not sent a request or read the response in CLIENT_TIMEOUT_S."""
     now = get_running_loop().time()
     for connection in [*server.server_state.connections]:
         if now - connection.waiting_since > CLIENT_TIMEOUT_S:  # type: ignore[union-attr]

@@ -27,11 +27,7 @@ SUPPORTED_VERSIONS = {"ray": ("2.60.0",), "mlflow": ("3.17", "3.18"), "pyarrow":
 
 
 def require_versions() -> None:
-    """Check that the installed packages have supported versions.
-
-    Raises:
-        RunError: An installed package has an unsupported version or build.
-    """
+    """Raise a RunError if an installed package has an unsupported version or build; see `find_wrong_versions`."""
     if error := find_wrong_versions():
         raise error
 
@@ -39,10 +35,10 @@ def require_versions() -> None:
 def find_wrong_versions() -> RunError | None:
     """Compare the installed packages with PAIRS and SUPPORTED_VERSIONS, without importing any.
 
-    Packages that are not installed are ignored, because a driver needs only some.
+    Packages that are not installed are ignored, because a driver needs only some packages.
 
     Returns:
-        None if all versions are supported, otherwise an error. It reports unsupported versions with the nearest
+        None if all versions are supported, otherwise an error. The error reports unsupported versions with the nearest
         supported pair, two builds of FBGEMM in one folder, or builds of FBGEMM and torch for different CUDA versions.
     """
     versions = {
@@ -70,7 +66,7 @@ def find_wrong_versions() -> RunError | None:
         f"this version of raytrec does not support {', '.join(what)}",
         where=where,
         expected=", ".join(expected),
-        do=f"pip install --no-deps -r requirements/{files} of this version of raytrec (docs/install.md)",
+        do=f"run pip install --no-deps -r requirements/{files} of this version of raytrec (docs/install.md)",
     )
 
 
@@ -83,8 +79,8 @@ def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
         return RunError(
             f"{build} {versions[build]} and fbgemm-gpu {cuda} are both installed and share one folder",
             where=where,
-            expected="only one of them: the last one installed has overwritten files of the other",
-            do=f"pip uninstall --yes fbgemm-gpu {build}, then pip install --no-deps {keep}",
+            expected="only one of the two packages, because the later installation has overwritten files of the other",
+            do=f"run pip uninstall --yes fbgemm-gpu {build}, then pip install --no-deps {keep}",
         )
     if not cuda or "torch" not in versions:
         return None
@@ -94,12 +90,12 @@ def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
         return None
     target, torch_target = (f"CUDA {fbgemm}" if fbgemm else "CUDA"), (f"CUDA {torch}" if torch else "CPUs")
     return RunError(
-        f"fbgemm-gpu {cuda} is built for {target}, but torch {versions['torch']} for {torch_target}",
+        f"fbgemm-gpu {cuda} is built for {target}, but torch {versions['torch']} is built for {torch_target}",
         where=where,
         expected="builds of FBGEMM and torch for the same CUDA version",
-        do=f"pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's build, for PyPI's torch)"
+        do=f"run pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's build, for PyPI's torch)"
         if torch
-        else f"pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
+        else f"run pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "
         f"to use GPUs: {REINSTALL_ADVICE.format(device='cuda')}",
     )
 
@@ -149,7 +145,7 @@ def private(owner: Any, name: str, package: str) -> Any:
     """Return a private attribute of an upstream object.
 
     Raises:
-        RunError: The attribute is missing because the version of `package` is not supported.
+        RunError: The attribute is missing, because the installed version of `package` is not supported.
     """
     try:
         return getattr(owner, name)
@@ -158,7 +154,7 @@ def private(owner: Any, name: str, package: str) -> Any:
 
 
 def missing(name: str, package: str) -> RunError:
-    """Return the error for a name that the installed version of an upstream package does not have."""
+    """Return the error for a private name that the installed version of an upstream package does not have."""
     version = get_installed_version(package) or get_installed_version(f"{package}-cpu") or "(not installed)"
     pins = SUPPORTED_VERSIONS.get(package) or [pair[package] for pair in PAIRS.values()]
     return RunError(

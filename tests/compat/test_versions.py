@@ -94,12 +94,12 @@ def test_driver_does_not_need_torch(set_installed_versions):
         ),
         (
             {"fbgemm_gpu": "1.8.0+cu126", "fbgemm_gpu_cpu": None},
-            "fbgemm-gpu 1.8.0+cu126 is built for CUDA 12.6, but torch 2.13.0 for CUDA 13.0",
+            "fbgemm-gpu 1.8.0+cu126 is built for CUDA 12.6, but torch 2.13.0 is built for CUDA 13.0",
             "pip install --no-deps --force-reinstall fbgemm-gpu==1.8.0",
         ),
         (
             {"cuda": None, "fbgemm_gpu": "1.8.0", "fbgemm_gpu_cpu": None},
-            "fbgemm-gpu 1.8.0 is built for CUDA, but torch 2.13.0 for CPUs",
+            "fbgemm-gpu 1.8.0 is built for CUDA, but torch 2.13.0 is built for CPUs",
             "pip install --no-deps fbgemm-gpu-cpu==1.8.0",
         ),
         ({"fbgemm_gpu": "1.8.0+cu130", "fbgemm_gpu_cpu": None}, None, None),
