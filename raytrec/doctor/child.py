@@ -1,6 +1,6 @@
 """Child processes for work that may crash or hang: importing torch and FBGEMM, using a GPU, measuring rates.
 
-`raytrec plan --rates` reads the measured rates of this machine.
+Rates are speeds of the hardware, such as memory bandwidth, which `raytrec plan --rates FILE` reads.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrec.common.errors import RunError, convert_os_errors, get_last_line
+from raytrec.common.formatting import format_count
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
     check_fbgemm_support,
@@ -44,7 +45,7 @@ OLD_LIBC_PATTERN = re.compile(r"version `?(GLIBC|GLIBCXX|CXXABI)_")
 
 
 class ChildError(Exception):
-    """Exception raised by a function in a child process, or unexpected end of the process."""
+    """Error in a child process: the function raised an exception, or the process ended without a result."""
 
 
 def run_child(
@@ -53,7 +54,7 @@ def run_child(
     """Call a module-level function in a new Python process, and return its result.
 
     Args:
-        function: Function to call; its result must be JSON-serializable.
+        function: Function to call; its result, a dict, must be JSON-serializable.
         arguments: Arguments of the function; must be JSON-serializable.
         limit_s: Seconds after which the process is killed.
         environment: Additional environment variables of the process.
@@ -86,10 +87,11 @@ def run_child(
 
 
 def load_fbgemm() -> dict[str, Any]:
-    """Import torch and FBGEMM, run an FBGEMM operator on CPU, and return the files of both packages.
+    """Import torch and FBGEMM, run an FBGEMM operator on CPU, and return package → file of its __init__.py.
 
     Raises:
-        Exception: The first error of the loader, not the errors that follow from it.
+        Exception: A package cannot be imported, or the operator failed. If a library of FBGEMM cannot be loaded, the
+            error states the loader's reason.
     """
     torch = _import_package("torch")
     try:
@@ -110,7 +112,7 @@ def _import_package(name: str) -> Any:
 
 
 def _find_loader_error(error: BaseException) -> BaseException:
-    """Return the loader's own error, without the errors that torch has wrapped around it."""
+    """Return the innermost cause of an import error, without the errors that torch has wrapped around it."""
     return error if error.__cause__ is None else _find_loader_error(error.__cause__)
 
 
@@ -121,7 +123,7 @@ def _run_operator(device: str) -> None:
 
 
 def _find_load_error(torch: Any) -> OSError | None:
-    """Return the load error of the first broken FBGEMM library, which "No such operator" hides."""
+    """Return the load error of the first broken FBGEMM library, which "No such operator" hides, or None."""
     spec = find_spec("fbgemm_gpu")
     for folder in spec.submodule_search_locations or () if spec else ():
         for file in sorted(Path(folder).glob("*.so")):
@@ -133,7 +135,7 @@ def _find_load_error(torch: Any) -> OSError | None:
 
 
 def use_gpu() -> dict[str, Any]:
-    """Run an FBGEMM operator on the only GPU visible to this process, and return the name of the GPU."""
+    """Run an FBGEMM operator on the first GPU visible to this process, and return {"name": name of the GPU}."""
     import torch
 
     check_gpu("this host")
@@ -145,7 +147,7 @@ def use_gpu() -> dict[str, Any]:
 
 @host_check("operators", LOAD_TIMEOUT_S + 5)
 def check_operators() -> Diagnoses:
-    """Check that FBGEMM's libraries load; find the loader's error behind `No such operator fbgemm::…`."""
+    """Check that FBGEMM's libraries can be loaded; report the loader's error behind `No such operator fbgemm::…`."""
     if get_build_device() is None:
         yield Diagnosis(OK, "not checked: torch is not installed")
         return
@@ -181,7 +183,8 @@ def check_gpus() -> Diagnoses:
         yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
         return
     if not kinds:
-        what, do = "NVML reports no GPU for this process", "run nvidia-smi, and check CUDA_VISIBLE_DEVICES"
+        what = "this host has GPUs, but NVML cannot list the GPUs that this process may use"
+        do = "run nvidia-smi, and check CUDA_VISIBLE_DEVICES"
         yield Diagnosis(FAILURE, what, do)
     with ThreadPoolExecutor(len(names) or 1) as pool:
         yield from pool.map(_diagnose_gpu, names, kinds)
@@ -207,7 +210,7 @@ def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
 
 
 def write_rates(file: Path, ranks: int | None) -> None:
-    """Measure the rates of the ranks of this machine, and write them for `raytrec plan`.
+    """Measure the hardware rates of this machine, and write them to a file for `raytrec plan --rates`.
 
     Args:
         file: JSON file to write.
@@ -223,7 +226,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
-    """Measure hardware rates, such as memory bandwidth, with one rank per GPU or, without GPUs, on CPU.
+    """Measure and return hardware rates, such as memory bandwidth, with one rank per GPU or, without GPUs, on CPU.
 
     Measuring takes about 20 s on an otherwise idle machine.
 
@@ -236,7 +239,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
     """
     from raytrec.planning.probe import ROUNDS, compute_rates, take_samples
 
-    show(f"measuring with {ranks} rank{'s' if ranks > 1 else ''}, {ROUNDS} rounds")
+    show(f"measuring with {format_count(ranks, 'rank')}, {format_count(ROUNDS, 'round')}")
     environment = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     environment |= {} if list_gpu_kinds() else {"OMP_NUM_THREADS": "1"}
     limit_s = MEASURE_TIMEOUT_PER_RANK_S * ranks
@@ -253,7 +256,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
         except (ChildError, TimeoutError) as error:
             raise RunError(
                 f"rank {futures.index(answer)} could not measure its rates: {error}",
-                where=f"{ranks} ranks on this machine",
+                where=f"{format_count(ranks, 'rank')} on this machine",
                 do="run `raytrec check` on a small configuration to find the cause",
             ) from None
     rates = compute_rates([answer.result()["samples"] for answer in futures])

@@ -1,4 +1,4 @@
-"""`raytrec doctor`: all checks, in the order in which users report problems, and a table of the results."""
+"""`raytrec doctor`: all checks of hosts and clusters, and a table of the results."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ class Examination:
     """Result of `examine`.
 
     Attributes:
-        hosts: Names of the examined hosts.
-        diagnoses: Diagnoses in the order of CHECK_ORDER.
+        hosts: Names of the hosts, including hosts that could not be examined.
+        diagnoses: Diagnoses of problems with the cluster or its nodes, then diagnoses in the order of CHECK_ORDER.
     """
 
     hosts: list[str] = field(default_factory=list)
     diagnoses: list[Diagnosis] = field(default_factory=list)
 
     def count(self, result: str) -> int:
-        """Return the number of diagnoses with a result."""
+        """Return the number of diagnoses with this result: ok, warning or failure."""
         return sum(diagnosis.result == result for diagnosis in self.diagnoses)
 
     @property
@@ -84,7 +84,7 @@ class Examination:
         return ", ".join(format_count(number, what) for what, number in numbers.items())
 
     def place(self, diagnosis: Diagnosis) -> str:
-        """Return the hosts of a diagnosis as text; empty if only one host was examined."""
+        """Return the hosts of a diagnosis as text, such as "all 3"; "" if the examination has a single host."""
         if len(self.hosts) == 1:
             return ""
         is_everywhere = len(diagnosis.hosts) == len(self.hosts)
@@ -96,12 +96,13 @@ def examine(
 ) -> Examination:
     """Examine this host, or every node of a cluster. Errors become diagnoses instead of exceptions.
 
-    The checks change nothing, except that temporary files are written to `storage` and removed.
+    If the cluster cannot be joined, only this host is examined. The checks change nothing, except that temporary files
+    are written to `storage` and removed.
 
     Args:
         address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this host
             alone.
-        storage: URIs and folders that every node must be able to write and read.
+        storage: URIs and absolute paths of folders that every node must be able to write and read.
         show: Function called with the name of each check before the check runs.
     """
     if address is None and not starts_local_ray(None):
@@ -121,7 +122,7 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
     """Call `examine` for the command line, and show the current check on terminals.
 
     Args:
-        config: Resolved configuration, whose cluster, run folder and checkpoint folder are also examined; may be None.
+        config: Resolved configuration, whose cluster, run folder and checkpoint folder are also examined, or None.
         address: As in `examine`.
         storage: As in `examine`; paths may be relative.
     """
@@ -145,7 +146,7 @@ def _find_existing_folder(place: str) -> str:
 def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None], exam: Examination) -> None:
     exam.hosts = [*nodes.names, *nodes.unresponsive_hosts]
     for host, why in nodes.unresponsive_hosts.items():
-        what = f"this node does not respond: {why}"
+        what = f"this node cannot be examined: {why}"
         exam.diagnoses.append(Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, "nodes", (host,)))
     storage_diagnoses = (diagnosis for uri in storage for diagnosis in check_storage(nodes, uri))
     node_checks = CLUSTER_CHECKS | {"storage": lambda _: storage_diagnoses}
@@ -169,12 +170,12 @@ def _run_checks(nodes: ThisHost, storage: list[str], show: Callable[[str], None]
 
 
 def check_host(name: str) -> list[Diagnosis]:
-    """Run one of HOST_CHECKS on this host."""
+    """Run one of HOST_CHECKS on this host, and return its diagnoses."""
     return run_check(name, *HOST_CHECKS[name])
 
 
 def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
-    """Merge diagnoses that differ only in their hosts."""
+    """Return the diagnoses, with diagnoses that differ only in their hosts merged into one."""
     hosts: dict[Diagnosis, tuple[str, ...]] = {}
     for diagnosis in diagnoses:
         bare = replace(diagnosis, hosts=())
@@ -183,7 +184,10 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def anonymize_examination(examination: Examination) -> Examination:
-    """Return the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
+    """Return a copy of the examination without names of hosts and users, paths and addresses.
+
+    Hosts are renamed node 1, node 2, etc.
+    """
     hosts = {host: f"node {number}" for number, host in enumerate(examination.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
     names = {user: "USER"} if user not in COMMON_USERS else {}
@@ -205,7 +209,10 @@ def anonymize_examination(examination: Examination) -> Examination:
 
 
 def to_json_values(examination: Examination) -> dict[str, Any]:
-    """Return an examination as JSON values: numbers of failures and warnings, hosts, version, and diagnoses."""
+    """Return an examination as JSON values, without secrets.
+
+    The keys are failures and warnings (numbers), hosts, raytrec (version) and checks (diagnoses).
+    """
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
         for each in examination.diagnoses
@@ -220,7 +227,7 @@ def to_json_values(examination: Examination) -> dict[str, Any]:
 
 
 def to_markdown(examination: Examination) -> str:
-    """Return a Markdown table that can be pasted into an issue."""
+    """Return an examination as a Markdown table that can be pasted into an issue."""
     system = f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     lines = [f"**raytrec doctor** {__version__}, {system}: {examination.summary}", ""]
     lines += ["| result | check | where | finding | what to do |", "|---|---|---|---|---|"]
@@ -232,7 +239,7 @@ def to_markdown(examination: Examination) -> str:
 
 
 def print_examination(examination: Examination) -> None:
-    """Print a table of the diagnoses to stdout, with a repair for each one that is not ok."""
+    """Print a table of the diagnoses to stdout, with a repair for each diagnosis that is not ok, and the summary."""
     console, table = open_console(), Table()
     for column in ("check", "result", "finding"):
         table.add_column(column, overflow="fold", no_wrap=column != "finding")

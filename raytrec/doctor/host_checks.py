@@ -1,4 +1,4 @@
-"""Checks of a host that do not import torch, for `raytrec doctor` and, before Ray starts, for `raytrec train`."""
+"""Checks of a host that do not import torch, for `raytrec doctor` and for `raytrec train` before Ray starts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 from raytrec.cluster.access import AUTH_MODE_VARIABLE, TOKEN, token_file
 from raytrec.cluster.local_ray import RAY_TMPDIR_VARIABLE, find_base_folder, listens
 from raytrec.common.errors import RaytrecError, get_first_line
+from raytrec.common.formatting import format_percent
 from raytrec.common.machine import (
     REINSTALL_ADVICE,
     get_build_device,
@@ -45,14 +46,14 @@ DEFAULT_CHECK_LIMIT_S = 15.0
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Finding of a check.
+    """Finding of a check on one or several hosts.
 
     Attributes:
         result: ok, warning or failure.
         finding: Description of the state that the check found.
         do: Instructions for a repair; empty if the result is ok.
         check: Name of the check.
-        hosts: Hosts with this finding; empty: all hosts, or the hosts named in `finding`.
+        hosts: Names of the hosts with this finding; empty: all hosts, or the hosts named in `finding`.
     """
 
     result: str
@@ -69,7 +70,7 @@ PRE_RUN_CHECKS = ("driver", "shared memory", "limits", "memory", "Ray's folder")
 
 
 def host_check(name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S) -> Callable[[HostCheck], HostCheck]:
-    """Return a decorator that registers a check of the local host, with a time limit in seconds."""
+    """Return a decorator that registers a check of the local host in HOST_CHECKS, with a time limit in seconds."""
 
     def register(function: HostCheck) -> HostCheck:
         HOST_CHECKS[name] = function, limit_s
@@ -79,7 +80,7 @@ def host_check(name: str, limit_s: float = DEFAULT_CHECK_LIMIT_S) -> Callable[[H
 
 
 def run_check(name: str, function: HostCheck, limit_s: float) -> list[Diagnosis]:
-    """Return the diagnoses of a check; an exception or a timeout becomes one diagnosis."""
+    """Run a check, and return its diagnoses; an exception or a timeout becomes a single diagnosis."""
     try:
         diagnoses = call_within(limit_s, lambda: list(function()))
     except Exception as error:
@@ -88,7 +89,7 @@ def run_check(name: str, function: HostCheck, limit_s: float) -> list[Diagnosis]
 
 
 def diagnose_error(error: Exception) -> Diagnosis:
-    """Return the diagnosis of an error that a check has found, or of an error in the check itself."""
+    """Return the diagnosis of an exception: a RaytrecError is a finding, and other errors are failures of the check."""
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
@@ -103,7 +104,7 @@ def diagnose_error(error: Exception) -> Diagnosis:
 def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
     """Call a function in a thread, and return its result or raise its exception.
 
-    A function that exceeds the limit continues to run in its thread.
+    A function that exceeds the limit (in seconds) continues to run in its thread.
 
     Raises:
         TimeoutError: The function has not returned in time.
@@ -123,7 +124,7 @@ def call_within(limit_s: float, function: Callable[[], Any]) -> Any:
 
 
 def check_before_run() -> list[str]:
-    """Return warnings about this host before a run starts Ray here; the checks take milliseconds."""
+    """Run PRE_RUN_CHECKS, which take milliseconds, and return a text for each warning or failure."""
     diagnoses = [diagnosis for name in PRE_RUN_CHECKS for diagnosis in run_check(name, *HOST_CHECKS[name])]
     return [f"{v.check}: {v.finding}; {v.do}" for v in diagnoses if v.result != OK]
 
@@ -146,7 +147,7 @@ def check_packages() -> Diagnoses:
 
 @host_check("builds")
 def check_builds() -> Diagnoses:
-    """Check that torch and FBGEMM are built for the device of this host."""
+    """Check that torch and FBGEMM are built for GPUs if this host has GPUs."""
     device, gpus = get_build_device(), has_gpus()
     if device is None:
         yield Diagnosis(WARNING, "torch is not installed", "install it on workers (docs/install.md)")
@@ -159,11 +160,13 @@ def check_builds() -> Diagnoses:
 
 @host_check("driver")
 def check_driver() -> Diagnoses:
-    """Check that the NVIDIA driver is new enough for the CUDA version that torch is built for."""
+    """Check that the NVIDIA driver supports the major CUDA version for which torch is built."""
     if not (cuda := get_torch_cuda_version()) or not has_gpus():
         yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
     elif (versions := get_driver_versions()) is None:
-        yield Diagnosis(FAILURE, "there are GPUs, but NVML finds no driver", "run pip install nvidia-ml-py")
+        what = "there are GPUs, but NVML cannot be queried: the driver or the package nvidia-ml-py is missing or broken"
+        do = "install the driver if nvidia-smi fails, else run pip install nvidia-ml-py"
+        yield Diagnosis(FAILURE, what, do)
     elif int(versions[1].partition(".")[0]) < int(cuda.partition(".")[0]):
         what = f"driver {versions[0]} supports CUDA {versions[1]}, but torch is built for CUDA {cuda}"
         yield Diagnosis(FAILURE, what, "update the NVIDIA driver, or install cuda-compat (docs/gpu.md)")
@@ -173,7 +176,7 @@ def check_driver() -> Diagnoses:
 
 @host_check("shared memory")
 def check_shared_memory() -> Diagnoses:
-    """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has room."""
+    """Check that /dev/shm, which Ray uses for objects and NCCL for exchanges within a host, has enough free space."""
     disk = shutil.disk_usage(SHARED_MEMORY_FOLDER)
     what = f"{SHARED_MEMORY_FOLDER} has {disk.free / GIB:,.2f} GiB free of {disk.total / GIB:,.2f} GiB"
     do = f"remove unused files in this folder, or enlarge it: mount -o remount,size=8G {SHARED_MEMORY_FOLDER}; "
@@ -188,7 +191,7 @@ def check_shared_memory() -> Diagnoses:
 
 @host_check("limits")
 def check_limits() -> Diagnoses:
-    """Check the limits of open files, of virtual memory and, with InfiniBand, of locked memory."""
+    """Check the limits on open files, on virtual memory and, with InfiniBand, on locked memory."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     virtual, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -210,7 +213,7 @@ def check_limits() -> Diagnoses:
 
 @host_check("memory")
 def check_main_memory() -> Diagnoses:
-    """Check the available main memory, within the container's limit."""
+    """Check that main memory, within the container's limit, has MIN_MEMORY_BYTES available."""
     total, available = measure_system_memory(), measure_available_memory()
     what = f"{available / GIB:,.1f} GiB available of {total / GIB:,.1f} GiB"
     if available < MIN_MEMORY_BYTES:
@@ -222,7 +225,7 @@ def check_main_memory() -> Diagnoses:
 
 @host_check("Ray's folder")
 def check_ray_folder() -> Diagnoses:
-    """Check the disk on which Ray stores logs, and objects that do not fit in memory."""
+    """Check the free space of the disk on which Ray stores logs, and objects that do not fit in memory."""
     is_on_ray = "ray" in sys.modules and sys.modules["ray"].is_initialized()
     folder = get_logs_folder() if is_on_ray else find_base_folder()
     disk = shutil.disk_usage(folder)
@@ -232,7 +235,8 @@ def check_ray_folder() -> Diagnoses:
     if disk.free < MIN_DISK_BYTES:
         yield Diagnosis(FAILURE, what, do)
     elif disk.used / disk.total > RAY_MAX_DISK_SHARE:
-        yield Diagnosis(WARNING, f"{what}: Ray writes objects only up to {RAY_MAX_DISK_SHARE:.0%}", do)
+        what += f": Ray writes no objects to a disk that is more than {format_percent(RAY_MAX_DISK_SHARE)} full"
+        yield Diagnosis(WARNING, what, do)
     else:
         yield Diagnosis(OK, what)
 
@@ -253,7 +257,7 @@ def check_clusters() -> Diagnoses:
         host, _, port = (address := note.read_text().strip()).rpartition(":")
         if not listens(host, int(port)):
             what = f"{note} names the cluster {address}, but no process listens there"
-            yield Diagnosis(WARNING, what, f"run ray stop, and remove {note}, from which the address `auto` is read")
+            yield Diagnosis(WARNING, what, f"run `ray stop`, and remove {note}, from which the address `auto` is read")
     if len(ports) > 1:
         what = f"{len(ports)} Ray clusters run on this host (GCS at ports {', '.join(sorted(ports))})"
         do = "end the clusters that are not needed (`ray stop` ends all), or use HOST:PORT instead of `auto`"
@@ -273,9 +277,10 @@ def check_token() -> Diagnoses:
     elif not file.is_file():
         yield Diagnosis(OK, f"none yet: a run that starts Ray on this host creates {file}")
     elif not os.access(file, os.R_OK):
-        yield Diagnosis(FAILURE, f"this user cannot read {file}", f"sudo chown $USER {file}, then chmod 600 {file}")
+        do = f"run `sudo chown $USER {file}`, then `chmod 600 {file}`"
+        yield Diagnosis(FAILURE, f"this user cannot read {file}", do)
     elif (mode := file.stat().st_mode) & 0o077:
-        do = f"chmod 600 {file}; create a new token if others may have read it, because they can run code"
+        do = f"run `chmod 600 {file}`; create a new token if other users may have read it, because they can run code"
         yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
     else:
         yield Diagnosis(OK, f"in {file}, which only its owner can read")

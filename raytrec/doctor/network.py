@@ -39,10 +39,14 @@ _listeners: list[socket.socket] = []
 
 
 def describe_interfaces(address: str) -> dict[str, Any]:
-    """Return the interface that has the address ("own"), all interfaces ("have") and the user's choice ("chosen").
+    """Return the network interfaces of this host.
 
     Args:
         address: Address by which Ray knows this host.
+
+    Returns:
+        own: name of the interface that has the address, or None; have: name of each interface → its addresses; and
+        chosen: environment variable of INTERFACE_VARIABLES → value, for the variables that are set.
     """
     import psutil
 
@@ -52,7 +56,7 @@ def describe_interfaces(address: str) -> dict[str, Any]:
 
 
 def check_interfaces(nodes: ThisHost) -> Diagnoses:
-    """Check that gloo and NCCL use an interface that other nodes reach, not a Docker bridge or loopback."""
+    """Check that gloo and NCCL use an interface that other nodes can reach, not a Docker bridge or loopback."""
     arguments = {i: (address,) for i, address in enumerate(nodes.addresses)}
     loopback = [ip_address(address).is_loopback for address in nodes.addresses]
     answers = nodes.ask(describe_interfaces, host_arguments=arguments)
@@ -62,7 +66,7 @@ def check_interfaces(nodes: ThisHost) -> Diagnoses:
 
 
 def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: bool) -> tuple[str, str, str]:
-    """Return the result, finding and repair for one node.
+    """Return the result, finding and repair of the diagnosis of one node's interfaces.
 
     Args:
         answer: Result of `describe_interfaces`, or an exception.
@@ -81,17 +85,22 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
         return FAILURE, f"{variable}={value}, but there is no such interface", do
     names = ", ".join(dict.fromkeys(value.lstrip("=") for value in answer["chosen"].values())) or default
     if several and names and BRIDGE_PATTERN.match(names):
-        return FAILURE, f"gloo and NCCL use {names} ({address}), a bridge inside this host", ADDRESS_REPAIR
+        return FAILURE, f"gloo and NCCL use {names} ({address}), a bridge inside this host by its name", ADDRESS_REPAIR
     if is_loopback:
         return FAILURE, f"other nodes cannot reach this node at Ray's address {address}", ADDRESS_REPAIR
     if not names:
         what = f"no interface has the node's address {address}, so gloo and NCCL choose an interface"
         return WARNING, what, ADDRESS_REPAIR
-    return OK, f"gloo and NCCL use {names}, the interface of the node's address", ""
+    origin = " and ".join(answer["chosen"])
+    return OK, f"gloo and NCCL use {names}, {f'set by {origin}' if origin else 'the interface of its address'}", ""
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listen on a free port, and return the port; with keep=False, stop listening before returning."""
+    """Listen on a free port of an address until the process ends, and return the port.
+
+    With keep=False, the function stops listening before it returns. If no interface has the address, the function
+    listens on all interfaces.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
@@ -118,7 +127,10 @@ def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_
 
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
-    """Check that each node reaches a free port of every other node; record failing pairs in disconnected_pairs."""
+    """Check that each node can connect to a free port of every other node.
+
+    Pairs of nodes that cannot connect are added to nodes.disconnected_pairs.
+    """
     indices = range(len(nodes.names))
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
@@ -128,7 +140,8 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
     for node in indices:
         if failed := [a for a in (ports[node], answers[node]) if isinstance(a, Exception)]:
             nodes.disconnected_pairs |= {frozenset((node, peer)) for peer in indices}
-            yield Diagnosis(FAILURE, f"no result: {failed[0]}", NO_ANSWER_REPAIR, hosts=(nodes.names[node],))
+            what = f"this node could not test its connections: {failed[0]}"
+            yield Diagnosis(FAILURE, what, NO_ANSWER_REPAIR, hosts=(nodes.names[node],))
             continue
         for peer, (_, port), reason in zip(listening, places, answers[node], strict=True):
             if reason and node != peer:
@@ -140,14 +153,14 @@ def check_ports(nodes: ThisHost) -> Diagnoses:
 
 
 def uses_nccl() -> bool:
-    """Return True if runs use the GPUs of this host."""
+    """Return True if this host has GPUs, and torch and FBGEMM are built for CUDA."""
     return get_build_device() == "cuda" and bool(list_gpu_kinds())
 
 
 def join_group(
     rank: int, world: int, address: str, port: int, backend: str, own_address: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Time an all-reduce of 16 MiB over a group of processes, and return the seconds and the network.
+    """Time all-reduces of 16 MiB over a group of processes.
 
     Args:
         rank: Rank of this process.
@@ -157,6 +170,9 @@ def join_group(
         backend: nccl or gloo.
         own_address: Address of this host.
         timeout_s: Timeout of each collective in seconds.
+
+    Returns:
+        seconds: duration of the fastest all-reduce; network: name of the backend and its network.
     """
     import torch
     import torch.distributed as dist
@@ -190,14 +206,14 @@ def join_group(
 
 
 def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
-    """Take part in an all-reduce in a child process, with the arguments of `join_group` except its timeout."""
+    """Call `join_group` in a child process, with its arguments except the timeout, and return its result."""
     return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=CHILD_TIMEOUT_S)
 
 
 def check_all_reduce(nodes: ThisHost) -> Diagnoses:
-    """Time an all-reduce of 16 MiB over all nodes that can import torch, if all of them can connect.
+    """Time an all-reduce of 16 MiB over all nodes that can import torch, if all these nodes can connect.
 
-    If the all-reduce fails, the smallest failing groups of nodes are named, and the other nodes are timed.
+    If the all-reduce fails, the smallest failing groups of nodes are named, and the remaining nodes are timed.
     """
     remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:
@@ -218,7 +234,8 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     while len(remaining) > 1 and fails(remaining):
         group = find_smallest_failing_group(remaining, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
-        yield Diagnosis(FAILURE, f"{names} failed with {backend}: {answers[tuple(group)]}", ADDRESS_REPAIR)
+        what = f"an all-reduce of {names} with {backend} failed: {answers[tuple(group)]}"
+        yield Diagnosis(FAILURE, what, ADDRESS_REPAIR)
         # In reverse order, a node that fails with every other node is the last of the next group.
         remaining = [i for i in reversed(remaining) if i != group[-1]]
     if len(remaining) > 1 and (answer := answers.get(tuple(remaining))):
@@ -228,7 +245,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
 
 
 def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[int]], bool]) -> Sequence[int]:
-    """Return a node, a pair or, if neither fails by itself, a larger part of a group that fails.
+    """Return a node or a pair of a failing group that fails alone, or else a larger subset that fails.
 
     A binary search finds the shortest failing prefix of the group. A second search finds the shortest prefix that
     fails together with the last node of the first prefix.
@@ -244,7 +261,7 @@ def find_smallest_failing_group(group: Sequence[int], fails: Callable[[Sequence[
 
 
 def _reduce(nodes: ThisHost, group: Sequence[int], backend: str) -> Any:
-    """Run an all-reduce on a group, and return its first node's result, or the first exception of any node."""
+    """Run an all-reduce on a group of nodes; return the first node's result, or the first exception of any node."""
     first = nodes.addresses[group[0]]
     port = nodes.ask(listen, host_arguments={group[0]: (first, False)})[group[0]]
     if isinstance(port, Exception):

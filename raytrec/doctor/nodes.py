@@ -24,7 +24,7 @@ from raytrec.common.storage import open_filesystem
 from raytrec.compat.ray_core import list_alive_nodes
 from raytrec.doctor.host_checks import FAILURE, OK, WARNING, Diagnoses, Diagnosis, call_within
 
-REPLY_TIMEOUT_S = 60.0  # on a busy host
+REPLY_TIMEOUT_S = 60.0  # default time limit of a call on a node, sufficient for a busy node
 NO_ANSWER_REPAIR = "check Ray on this node (ray status), and whether the node has this version of raytrec"
 START_TIMEOUT_S = 120.0  # a node has to start a process before it responds
 STORAGE_TIMEOUT_S = 60.0
@@ -40,12 +40,12 @@ HostArguments = dict[int, tuple] | None
 
 
 class ThisHost:
-    """This host alone, without Ray.
+    """Hosts that are examined: this host alone, without Ray. ClusterNodes is the subclass for clusters.
 
     Attributes:
         names: Names of the hosts.
-        addresses: Addresses at which other hosts reach these hosts.
-        unresponsive_hosts: Host that has not responded, and is therefore excluded → reason.
+        addresses: Address of each host, at which other hosts reach it.
+        unresponsive_hosts: Name of each host that could not be called, and is therefore excluded → reason.
         hosts_without_torch: Indices of hosts that cannot import torch.
         disconnected_pairs: Pairs of hosts (indices) that cannot connect.
     """
@@ -64,8 +64,8 @@ class ThisHost:
         Args:
             call: Function to call.
             *arguments: Arguments passed on every host.
-            host_arguments: Index of a host → additional arguments; the result of other hosts is None.
-                Default: call all hosts.
+            host_arguments: Index of a host → additional arguments. Other hosts are not called, and their result is
+                None. Default: all hosts are called without additional arguments.
             limit_s: Seconds after which the result of a host is a TimeoutError.
         """
         try:
@@ -82,7 +82,7 @@ class _Caller:
 
 
 class ClusterNodes(ThisHost):
-    """Nodes of the cluster that this process is connected to."""
+    """Nodes of the Ray cluster to which this process is connected, with an actor on each node."""
 
     def __init__(self):
         import ray
@@ -106,7 +106,7 @@ class ClusterNodes(ThisHost):
     def ask(
         self, call: Function, *arguments: Any, host_arguments: HostArguments = None, limit_s: float = REPLY_TIMEOUT_S
     ) -> list[Any]:
-        """Call a function on the nodes, as `ThisHost.ask` does on this host."""
+        """Call a function on the nodes at once; see `ThisHost.ask`."""
         host_arguments = dict.fromkeys(range(len(self._actors)), ()) if host_arguments is None else host_arguments
         refs = [self._actors[i].call.remote(call, (*arguments, *extra)) for i, extra in host_arguments.items()]
         answers = dict(zip(host_arguments, collect_answers(refs, limit_s), strict=True))
@@ -114,7 +114,7 @@ class ClusterNodes(ThisHost):
 
 
 def collect_answers(refs: list[Any], limit_s: float) -> list[Any]:
-    """Return the result or exception of each remote call; a TimeoutError if a call takes too long."""
+    """Return the result or exception of each remote call, or a TimeoutError if the call takes longer than `limit_s`."""
     import ray
 
     ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s) if refs else ([], [])
@@ -133,7 +133,7 @@ def _answer(ref: Any) -> Any:
 
 
 def _make_distinct_names(hosts: list[str], addresses: list[str]) -> list[str]:
-    """Return distinct names of nodes, even if several nodes are on one machine."""
+    """Return a distinct name for each node: "HOST (ADDRESS)", with a number for further nodes on one machine."""
     names: list[str] = []
     for host, address in zip(hosts, addresses, strict=True):
         name = f"{host} ({address})"
@@ -144,7 +144,7 @@ def _make_distinct_names(hosts: list[str], addresses: list[str]) -> list[str]:
 
 @contextmanager
 def open_nodes(address: str | None) -> Iterator[ThisHost]:
-    """Yield the hosts to examine while the block runs.
+    """Yield the hosts to examine; for a cluster, this process is connected to the cluster during the block.
 
     Args:
         address: Address of a cluster (scaling.address); None: this host.
@@ -158,7 +158,7 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
     if address.startswith(("http://", "https://")):
         raise RunError(
             f"{address} is the address of a dashboard, which cannot run checks on nodes",
-            where="--address",
+            where="--address, scaling.address or RAY_ADDRESS",
             expected="the address of the cluster itself",
             do="use auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT on other hosts",
         )
@@ -167,7 +167,7 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
 
 
 def describe_packages() -> dict[str, str]:
-    """Return the versions of Python and packages, with hashes of their files (RECORD) and raytrec's code."""
+    """Return name → version of Python and of packages, with a hash of each package's files, and of raytrec's code."""
     versions = {"Python": platform.python_version(), "raytrec's code": compute_code_hash()}
     for package in (*PACKAGES[1:], "numpy", "pyarrow"):
         try:
@@ -196,7 +196,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
         for version, _ in others:
             hosts = tuple(name for name, each in versions.items() if each == version)
             what = f"{package} {version}, but {usual} on other nodes"
-            do = "install the same packages on every node with one requirements/*.txt, or use one image"
+            do = "install the same Python, raytrec and requirements/*.txt on every node, or use one image"
             failed.append(Diagnosis(FAILURE, what, do, hosts=hosts))
     for name, answer in zip(nodes.names, answers, strict=True):
         if isinstance(answer, Exception):
@@ -206,7 +206,7 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
-    """Check that all nodes' clocks are within WARNING_SKEW_S of this process's, up to the measurement's uncertainty."""
+    """Check that each node's clock differs from this host's clock by at most WARNING_SKEW_S plus the uncertainty."""
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
@@ -219,10 +219,10 @@ def check_clocks(nodes: ThisHost) -> Diagnoses:
 
 
 def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
-    """Return diagnoses of the clocks that differ from this process's clock.
+    """Yield a diagnosis for each clock that differs from this host's clock, or a single ok diagnosis.
 
     Args:
-        skews: Node → seconds that its clock is ahead, and the uncertainty of this value in seconds.
+        skews: Name of a node → (seconds by which its clock is ahead, uncertainty of this value in seconds).
     """
     do = "synchronize the clock with NTP: timedatectl set-ntp true, chronyc makestep"
     diagnoses = []
@@ -230,13 +230,13 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
         if (min_skew := abs(skew) - doubt) > WARNING_SKEW_S:
             result = FAILURE if min_skew > FAILURE_SKEW_S else WARNING
             which = "ahead of" if skew > 0 else "behind"
-            what = f"the clock of this node is {abs(skew):,.1f} s {which} the clock of this process"
+            what = f"the clock of this node is {abs(skew):,.1f} s {which} the clock of the host that runs the doctor"
             diagnoses.append(Diagnosis(result, what, do, hosts=(name,)))
     yield from diagnoses or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
 
 
 def write_and_read(uri: str, name: str) -> str:
-    """Write a file to a storage folder and read it back; return the reason for a failure, or ""."""
+    """Write a file to a storage folder, and read it back; return the reason for a failure, or "" on success."""
     try:
         filesystem, folder = open_filesystem(uri)
         if filesystem.type_name == "local" and not os.path.isdir(folder):
@@ -252,7 +252,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:
-    """Return the files that are missing from a storage folder, as seen from this host."""
+    """Return those of the file names that this host does not find in a storage folder."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)
@@ -269,7 +269,7 @@ def remove_files(uri: str, names: list[str]) -> None:
 
 
 def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
-    """Check that every node can write to a storage folder and read the files of all nodes there."""
+    """Check that every node can write and read a file in a storage folder, and sees the files of all other nodes."""
     names = [f"raytrec-doctor-{secrets.token_hex(4)}-{number}" for number in range(len(nodes.names))]
     file_arguments = {number: (name,) for number, name in enumerate(names)}
     do = f"make {uri} accessible to this user on every node: mounts, credentials, region, endpoint, quota"

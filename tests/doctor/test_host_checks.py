@@ -56,7 +56,7 @@ def test_mismatched_fbgemm_release_shows_the_repair_command(installed):
     installed(fbgemm_gpu_cpu="1.7.0")
     diagnosis = get_only_diagnosis("packages", FAILURE)
     assert "torch 2.13.0+cpu with torchrec 1.8.0 with fbgemm-gpu-cpu 1.7.0" in diagnosis.finding
-    assert diagnosis.do.startswith("pip install --no-deps -r requirements/cpu.txt")
+    assert diagnosis.do.startswith("run pip install --no-deps -r requirements/cpu.txt")
 
 
 def test_conflicting_fbgemm_wheels_are_reported(installed):
@@ -344,7 +344,7 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
         ("10.0.0.1", "eth0", {}, True, OK, "eth0"),
         ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "use docker0"),
         ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "ib9"}, True, FAILURE, "there is no such interface"),
-        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK, "eth"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK, "eth, set by NCCL_SOCKET_IFNAME"),
         ("10.0.0.9", None, {}, True, WARNING, "no interface has the node's address 10.0.0.9"),
     ],
 )
@@ -397,7 +397,7 @@ def test_all_reduce_check_names_smallest_failing_groups(monkeypatch, count, bad,
     hosts = SeveralHosts(monkeypatch, count, *bad)
     found = [*network.check_all_reduce(hosts)]
     failed = [diagnosis.finding for diagnosis in found if diagnosis.result == FAILURE]
-    assert failed == [f"{names} failed with gloo: no response within 90 s" for names in failures]
+    assert failed == [f"an all-reduce of {names} with gloo failed: no response within 90 s" for names in failures]
     assert all("--node-ip-address" in diagnosis.do for diagnosis in found[: len(failed)])
     speeds = [diagnosis.finding for diagnosis in found[len(failed) :]]
     speed = "0.17 GB/s (100.0 ms for 16 MiB), gloo over TCP (eth0)"
