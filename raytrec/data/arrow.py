@@ -25,7 +25,7 @@ class AmbiguousColumnError(KeyError):
 def find_column(schema: pa.Schema, name: str) -> Path | None:
     """Return the path of a column, or of a field such as `user.age`; None if the schema has neither.
 
-    Structs, maps (key, value) and structs in lists have fields. A column that is itself named so has precedence.
+    Fields belong to structs, to structs in lists, or to maps (key, value). A column named `user.age` has precedence.
 
     Raises:
         AmbiguousColumnError: Several columns or fields have the name.
@@ -91,12 +91,12 @@ def select_schema(schema: pa.Schema, names: list[str]) -> pa.Schema:
 
 
 def empty_table(schema: pa.Schema) -> pa.Table:
-    """Return a table without rows; unlike pyarrow's empty_table, this function supports nested extension types."""
+    """Return a table with a schema's columns and no rows; unlike in pyarrow, nested extension types are supported."""
     return pa.table([pa.nulls(0, field.type) for field in schema], names=schema.names)
 
 
 def find_required_columns(schema: pa.Schema, names: list[str]) -> list[str]:
-    """Return the names to read from Parquet so that `pick_columns` finds these columns and fields, without duplicates.
+    """Return the columns and fields to read from Parquet so that `pick_columns` finds all `names`; without duplicates.
 
     Fields of structs are read individually; lists of structs and maps are read as a whole.
 

@@ -59,8 +59,8 @@ class Batch(Pipelineable):
             the host.
         side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
             of the sequence's ids in `sparse`; None if there is no such sequence.
-        new_rows: Managed table → rows to which this batch has assigned ids, on the device of the id maps; the
-            same on all ranks. If None, `sparse` contains the ids of managed tables as read; otherwise, it
+        new_rows: Managed table → rows that get new ids in this step, on the device of the id maps; the same on
+            all ranks. If None, `sparse` contains the ids of managed tables as read; otherwise, it
             contains the table rows of these ids.
         requests: Row of each candidate, ascending, int64 [N], if rows are requests (schema.candidates); None:
             each row is one example. With requests, `labels` and `task_weights` have shape [N, ...] and

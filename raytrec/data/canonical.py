@@ -1,4 +1,4 @@
-"""Convert decoded tables to canonical form, a table with the following columns. Columns not needed are absent.
+"""Convert decoded tables to canonical form, from which batches are assembled. Columns not needed are absent.
 
     labels     fixed_size_list<float32>[labels]            (absent if no labels are read)
     dense      fixed_size_list<float32>[dense columns]
@@ -8,7 +8,7 @@
     side_features.NAME  list<float64>   n values for each id of a feature with n side features
     task_weights  fixed_size_list<float32>[tasks]   factor of each row in each task (absent: 1 in all tasks)
     keys       fixed_size_list<int64>[key columns]         group keys (ids.compute_group_keys)
-    reserved.NAME  any     values of each reserved column, unchanged
+    reserved.NAME  any     values of each reserved column, in the column's common type over all files
     present    bool      False for skipped rows (column exists only with data.on_error: skip)
     candidates list<float32>  labels, dense columns and task_weights of each candidate (only if rows are
                          requests; labels and task_weights are then absent, and dense is of requests only)

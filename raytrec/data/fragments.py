@@ -168,7 +168,7 @@ def scan(
         between: First and last partition to read, both included; default: all partitions.
         declared: Additional columns that must exist and have a type that can be reserved; they are not read.
         skip: True to skip files that are damaged or whose columns do not fit the plan.
-        trained: Kinds of ids in the training data, which the files must have. None: other files decide.
+        trained: Kinds of ids in the training data, which the files must have. None: the most common kinds.
 
     Raises:
         DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong type.

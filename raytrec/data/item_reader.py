@@ -59,8 +59,7 @@ def read_items(
 def _lower_priority() -> None:
     """Lower the priority of this thread, so that decoding does not slow down a rank and thus all ranks.
 
-    On Linux, each thread has its own priority. A lower priority set by Ray is kept, because only root can
-    raise it.
+    On Linux, each thread has its own priority. A lower priority set by Ray is kept, because only root can raise it.
     """
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, max(DECODER_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
@@ -200,7 +199,7 @@ def _make_skipped_rows(rows: int, form: ResolvedReadPlan) -> pa.Table:
 
 
 def check_suspect_groups(dataset: Dataset) -> None:
-    """Read the first MAX_CHECKED_SUSPECT_GROUPS row groups whose footers show values that the schema forbids.
+    """Read the first MAX_CHECKED_SUSPECT_GROUPS row groups in Dataset.suspect_groups, to locate forbidden values.
 
     Raises:
         DataError: A row group contains a forbidden value. The error names the file, row group, column and row.

@@ -107,7 +107,7 @@ class Order:
 
     @classmethod
     def evaluation(cls, batch_rows: int, lanes: int) -> Order:
-        """Return the order of an evaluation, which reads every row once, and the rows of each lane in file order."""
+        """Return the order of an evaluation: every row once, and the rows of each lane in file order."""
         return cls(batch_rows, lanes, shuffle="groups", permute=False)
 
     def steps(self, rows: int) -> int:

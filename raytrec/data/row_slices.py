@@ -53,7 +53,7 @@ class Rows:
 
     @classmethod
     def of(cls, batch: pa.RecordBatch) -> Rows:
-        """Return a slice that contains all rows of a record batch of a canonical table, without copying its arrays."""
+        """Return a slice of all rows of a record batch in canonical form, without copying matrices and values."""
         matrices, arrays, present, reserved = {}, {}, None, {}
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             if name == "present":

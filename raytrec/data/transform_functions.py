@@ -50,8 +50,7 @@ def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
     """Return the value of a transform's setting as a scalar of a column's type.
 
-    Decimals are converted from text, because pyarrow's cast from integers requires a precision that fits any
-    integer.
+    Decimals are converted from text, because pyarrow's cast from integers requires a precision for any integer.
     """
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from raytrec.common.errors import SchemaError
+from raytrec.common.formatting import format_count
 from raytrec.config.schema import format_transform, format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats
 
@@ -76,12 +77,12 @@ def find_reserved(s: ColumnStats) -> Finding:
     """Return the finding for a reserved column, which is kept with its rows and is not a feature.
 
     Raises:
-        SchemaError: The column is a list, is missing in a file, or has an unsupported type.
+        SchemaError: The column is a list, is missing in a file, cannot be read, or has an unsupported type.
     """
     if trouble := s.trouble or s.lacking or (f"it is of type {s.type}" if s.is_list else None):
         raise SchemaError(
             f"column '{s.name}' cannot be reserved: {trouble}",
-            where=s.name,
+            where=f"column {s.name}",
             expected="one value per row, with the same type in all files",
             do="pass another column with --reserve COLUMN",
         )
@@ -132,7 +133,7 @@ def _add_hints(f: Finding) -> Finding:
     if len(s.types) > 1:
         f.notes.append(f"its type differs: {'; '.join(f'{kind} in {path}' for kind, path in s.types.items())}")
     if s.nulls_inside:
-        f.notes.append(f"{s.count('nulls_inside'):,} nulls inside lists")
+        f.notes.append(f"{format_count(s.count('nulls_inside'), 'null')} inside lists")
     if f.kind == "sparse" and s.mixed and not f.transforms:
         f.add_transform("cast", to="string" if s.base == "text" else "int64")
     if f.kind == "sparse" and s.count("nulls_inside"):
@@ -145,10 +146,11 @@ def _require_finite_numbers(f: Finding) -> Finding:
     if s.mixed:
         f.add_transform("cast", to="float32")
     if s.count("nulls") or s.count("nan"):
-        what = [f"{s.count(n):,} {t}" for n, t in (("nulls", "nulls"), ("nan", "NaN")) if s.count(n)]
+        what = [format_count(s.count("nulls"), "null")] if s.count("nulls") else []
+        what += [f"{s.count('nan'):,} NaN"] if s.count("nan") else []
         f.notes.append(f"{' and '.join(what)}: replaced by the mean (scale)")
     if s.count("infinite"):
-        f.notes.append(f"{s.count('infinite'):,} infinite values, which training rejects")
+        f.notes.append(f"{format_count(s.count('infinite'), 'infinite value')}, which training rejects")
         f.add_transform("clip", low=s.lowest, high=s.highest)
     return f
 
@@ -172,7 +174,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
         trouble = s.trouble or (f"it is of type {s.type}" if s.values else "it contains only nulls")
         raise SchemaError(
             f"column '{s.name}' cannot be the label: {trouble}",
-            where=s.name,
+            where=f"column {s.name}",
             expected="a number or a text in each row of every file",
             do="write the schema of requests by hand (docs/requests.md), because inspect reads rows with one example"
             if s.is_list
@@ -181,9 +183,9 @@ def _label(s: ColumnStats, why: str) -> Finding:
     if s.distinct == 1:
         f.notes.append(REASON_CONSTANT)
     if missing := s.count_missing():
-        f.notes.append(f"{missing:,} nulls or NaN: rows without a label (`nulls: skip` in its task)")
+        f.notes.append(f"{format_count(missing, 'null')} or NaN: rows without a label (`nulls: skip` in its task)")
     if infinite := s.count("infinite"):
-        f.notes.append(f"{infinite:,} infinite values: rejected, or skipped with data.on_error=skip")
+        f.notes.append(f"{format_count(infinite, 'infinite value')}: rejected, or skipped with data.on_error=skip")
     if s.base == "text":
         return _label_of_text(f)
     if s.mixed:
@@ -208,7 +210,7 @@ def _label_of_text(f: Finding) -> Finding:
     if s.few is None or not 0 < len(s.few) <= MAX_LABEL_VALUES:
         raise SchemaError(
             f"column '{s.name}' cannot be the label: it contains {s.distinct_text} distinct texts",
-            where=s.name,
+            where=f"column {s.name}",
             expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
             do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
             + format_transform("binarize", s.name, positive="[TEXT, …]"),
@@ -275,7 +277,7 @@ def _explain_id(s: ColumnStats) -> str | None:
 
 
 def _find_epoch_unit(s: ColumnStats) -> str | None:
-    """Return the unit (a key of TIMES) in which a column's integers could be times since 1970, or None."""
+    """Return the unit in TIMES in which a column's whole numbers could be times since 1970, or None."""
     if s.is_list or not s.is_whole or _has_id_name(s):
         return None
     return next((u for u, (low, high) in TIMES.items() if low <= s.low and s.high < high), None)

@@ -74,7 +74,7 @@ def inspect(
             groups spread over the files; None: all rows.
 
     Raises:
-        DataError: The path is empty, or contains no Parquet files or rows.
+        DataError: The path is empty, contains no Parquet files or rows, or cannot be read.
         SchemaError: No label or no feature is recognized, a named column is missing or unsuitable, or `dim` is invalid.
         ConfigError: `max_rows` is less than one.
     """

@@ -76,7 +76,7 @@ class Inspection:
         return "\n".join(out) + "\n"
 
     def _comments(self) -> dict[tuple[str, str], str]:
-        """Return (section, column or table) → comment."""
+        """Return the comments of the schema by (section, column or table)."""
         shared = {name: f"shares {t.name}'s table: {why}" for t in self.tables for name, why in t.reasons.items()}
         comments = {("tables", t.name): t.comment for t in self.tables}
         for f in self.findings:

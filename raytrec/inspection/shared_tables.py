@@ -125,7 +125,7 @@ def make_table_name(column: str, taken: set[str]) -> str:
 
 
 def estimate_containment(inner: ColumnStats, outer: ColumnStats) -> float:
-    """Return the share of a column's distinct values that another column contains, estimated from hashes."""
+    """Return the share of the distinct values of `inner` that `outer` contains, estimated from hashes."""
     bounds = [s.hashes[-1] for s in (inner, outer) if len(s.hashes) >= MAX_KEPT_HASHES]
     inside, outside = (s.hashes[s.hashes <= min(bounds)] if bounds else s.hashes for s in (inner, outer))
     first = inside[:MAX_EXACT_VALUES]  # a few values are enough to reject most pairs of columns

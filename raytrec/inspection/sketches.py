@@ -54,7 +54,7 @@ class HotIds:
 
     With more than MAX_ID_COUNTERS ids, the largest count outside the MAX_ID_COUNTERS most frequent ids is subtracted
     from all counts. Ids without a remaining count are removed. `counts` adds the subtracted amount again. Counts are
-    exact for ids that have had a counter since their first lookup. Other counts are too large, by at most the
+    exact for ids that have kept a counter since the first subtraction. Other counts are too large, by at most the
     subtracted amount. After n lookups, this amount is at most n ÷ MAX_ID_COUNTERS.
     """
 

@@ -130,7 +130,7 @@ def train(here, tiny_data, tmp_path, *overrides):
     "overrides,message",
     [
         (["scaling.wokers=2"], "did you mean scaling.num_workers"),
-        (["data.train=/nowhere/train"], "the folder does not exist"),
+        (["data.train=/nowhere/train"], "the path does not exist"),
         (["data.global_batch_size=5000", "data.drop_last=true"], "set data.drop_last=false"),
         (["data.schema=/nowhere.yaml"], "the schema file does not exist"),
     ],

@@ -81,7 +81,7 @@ def test_scan_sorts_files_and_omits_empty_ones(tmp_path):
 
 
 def test_scan_rejects_missing_and_empty_folders(tmp_path):
-    check_scan_fails(tmp_path / "none", "the folder does not exist", "data.train=")
+    check_scan_fails(tmp_path / "none", "the path does not exist", "data.train=")
     check_scan_fails(tmp_path, "no Parquet files", tmp_path)
     pq.write_table(pa.table(GOOD).slice(0, 0), tmp_path / "a.parquet")
     check_scan_fails(tmp_path, "the dataset has no rows")

@@ -130,7 +130,7 @@ def test_several_folders_keep_their_order(clicks):
     assert data.rows == 6
     with pytest.raises(DataError, match=r"1 file would be read more than once"):
         scan([str(clicks), late], ReadPlan(SCHEMA), "data.train")
-    with pytest.raises(DataError, match="the folder does not exist"):
+    with pytest.raises(DataError, match="the path does not exist"):
         scan([late, str(clicks / "gone")], ReadPlan(SCHEMA), "data.train")
 
 

@@ -186,7 +186,7 @@ def test_inspect_requires_a_known_label(tmp_path):
 
 
 def test_inspect_rejects_missing_folders_and_features(tmp_path):
-    with pytest.raises(DataError, match="the folder does not exist"):
+    with pytest.raises(DataError, match="the path does not exist"):
         inspect(str(tmp_path / "none"))
     pq.write_table(pa.table({"label": [0, 1], "x": pa.nulls(2)}), tmp_path / "a.parquet")
     with pytest.raises(SchemaError, match="no column can be a feature"):

@@ -103,7 +103,7 @@ def test_invalid_combination_of_drawn_values_is_refused(tiny_data, tmp_path):
     "changes, error, mistake",
     [
         ({"train": {}}, ConfigError, "train.eval_every_steps is not set"),
-        ({"data__train": "/nowhere"}, DataError, "the folder does not exist"),
+        ({"data__train": "/nowhere"}, DataError, "the path does not exist"),
         ({"train__epochs": 0}, ConfigError, "train.epochs"),
         ({"plan__tables": {"none": {"ranks": [0]}}}, ConfigError, "none"),
     ],

@@ -65,7 +65,7 @@ class FileIdentity:
     version: str | None = field(default=None, compare=False)
 
     def is_rewritten(self, other: FileIdentity) -> bool:
-        """Return True if the file's time or version differs from `other`, and only samples of it can be compared."""
+        """Return True if the file may have been rewritten between this identity and `other`, and was only sampled."""
         if self.whole or (self.version and self.version == other.version):
             return False
         return (self.modified_ns, self.version) != (other.modified_ns, other.version)
@@ -137,7 +137,7 @@ def list_differences(before: list[FileIdentity], after: list[FileIdentity]) -> l
 
 
 def list_rewritten_files(before: list[FileIdentity], after: list[FileIdentity]) -> list[str]:
-    """Return the names of files with another time or version, whose contents were compared only by samples."""
+    """Return the names of files that may have been rewritten, and whose contents were compared only by samples."""
     was, now = (_by_name(contents) for contents in (before, after))
     return [was[key].name for key in was if key in now and was[key].is_rewritten(now[key])]
 

@@ -155,9 +155,9 @@ class FooterStatistics:
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in self.groups.values()]
 
     def label_bounds(self) -> dict[str, set[float]]:
-        """Return a mapping from label to its smallest and largest value in the file; no values if all are null.
+        """Return a mapping from label to the set of its smallest and largest value; empty if all values are null.
 
-        Row groups without statistics count as row groups with both UNKNOWN_BOUNDS.
+        Row groups without statistics are assumed to contain UNKNOWN_BOUNDS.
         """
         return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
 

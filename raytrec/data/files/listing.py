@@ -71,9 +71,8 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         between: First and last partition, both included.
 
     Raises:
-        DataError: A folder does not exist, cannot be listed, contains no Parquet files, has no file between
-            the partitions, or belongs to a table format (partitions.py); an entry named *.parquet is not a
-            readable file; or a file is listed twice.
+        DataError: A path does not exist; a folder cannot be listed, contains no Parquet files (or none between the
+            partitions), or belongs to a table format; a *.parquet file is unreadable; or a file is listed twice.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -110,9 +109,9 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         kind = filesystem.get_file_info(path).type
         if kind == fs.FileType.NotFound:
             raise DataError(
-                "the folder does not exist",
+                "the path does not exist",
                 where=where,
-                expected="a folder of .parquet files, or a list of folders: [a, b]; globs are not expanded",
+                expected="a folder of .parquet files, a file, or a list of folders: [a, b]; globs are not expanded",
                 do="correct the path, or write the data with `raytrec prepare`",
             )
         if kind == fs.FileType.Unknown:

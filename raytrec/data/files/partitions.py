@@ -123,7 +123,10 @@ def _check_bound(bound: str) -> str:
 
 
 def parse_folder_values(path: str) -> dict[str, str | None]:
-    """Return the key=value folders of a path as a mapping, with None for NULL_PARTITION_VALUE; the innermost counts."""
+    """Return the keys and values of the key=value folders in a path; None for NULL_PARTITION_VALUE.
+
+    The innermost folder of a key counts.
+    """
     values = {}
     for part in path.split("/")[:-1]:
         key, equals, value = part.partition("=")
