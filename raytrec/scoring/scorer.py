@@ -281,7 +281,8 @@ class Scorer:
             users, candidates = [user_rows], [rows]
         users_B = torch.from_numpy(np.repeat(np.arange(len(counts)), counts))
         user_inputs = self._look_up(split.users, users, len(counts))
-        row_inputs = self._look_up(split.candidates, candidates, len(users_B))
+        with name_rows("candidates"):
+            row_inputs = self._look_up(split.candidates, candidates, len(users_B))
         with torch.inference_mode():
             return [each.numpy() for each in split.run(user_inputs, row_inputs, users_B)]
 

@@ -13,7 +13,7 @@ from test_models import ModelCase
 from waiting import wait_for
 
 import raytrec
-from raytrec.common.errors import ConfigError, RunError
+from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.scoring import load as loading
 from raytrec.scoring.load import hash_in_child
 from raytrec.scoring.manifest import read_manifest
@@ -103,3 +103,13 @@ def test_vectors_name_an_unknown_tower(export):
     with pytest.raises(ConfigError, match="there is no tower 'user'") as error:
         raytrec.load(export[0]).vectors({}, tower="user")
     assert error.value.expected == "query or item"
+
+
+def test_missing_candidates_are_named_in_the_error(export):
+    path, table = export
+    model = raytrec.load(path)
+    names = model.manifest.data_schema.select_features(model.manifest.towers["query"]).inputs
+    user = {name: value for name, value in table.to_pylist()[0].items() if name in names}
+    with pytest.raises(DataError, match="there are no rows") as error:
+        model.predict(user=user, candidates=[])
+    assert error.value.where == "candidates"
