@@ -27,7 +27,7 @@ def train(
 
     Options:
         warm_start (RUN): Start from the weights of this run or checkpoint; without CONFIG, also use its config.
-        resume (RUN): Resume this run from its newest checkpoint; CONFIG, if given, must not change the result.
+        resume (RUN): Resume this run from its newest checkpoint; only keys that do not affect the result may change.
         resume_latest: Resume the newest interrupted run of this CONFIG; start a new run if there is none.
     """
     from raytrec.common.errors import ConfigError

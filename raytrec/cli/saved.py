@@ -23,7 +23,7 @@ def evaluate(
     """Evaluate a run or checkpoint on any Parquet data, with any number of workers.
 
     Options:
-        data: Parquet folder or file; default: the run's data.test, else its data.valid.
+        data: Parquet folder or file with labels; default: the run's data.test, else its data.valid.
         batch_size: Global batch size; default: as in training.
     """
     call_and_print(raytrec.evaluate, {**locals()})
@@ -44,8 +44,8 @@ def predict(
     """Score every row of Parquet data with a run or checkpoint. Repeat the command to resume.
 
     Options:
-        data: Parquet folder or file; labels are not needed.
-        out: Output folder, with one file for each file of the data, under the same name.
+        data: Parquet folder or file, local, s3:// or gs://; labels are not needed.
+        out: Folder to write to, local, s3:// or gs://; each file of the data gets an output file of the same name.
         columns (A,B,...): Columns to copy to the output (repeatable); default: data.reserve_columns; '':
             no columns.
         vectors: Write the vectors of this tower instead of scores; the data needs only the tower's features.
@@ -70,8 +70,8 @@ def index(
     """Compute item vectors and an index for searching them. Repeat the command to resume.
 
     Options:
-        items: Parquet folder or file with one row per item.
-        out: Folder to write the index to.
+        items: Parquet folder or file with one row per item: local, s3:// or gs://.
+        out: Folder to write the index to: local, s3:// or gs://.
         item: Column with the items' keys; default: eval.retrieval.item of the run, else item.
         columns (A,B,...): Columns of items to keep (repeatable); default: all.
         faiss (SPEC): Also build a faiss index, such as HNSW32 or 'IVF256,Flat'.

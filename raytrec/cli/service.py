@@ -72,7 +72,7 @@ def promote(
         service: Address of the service.
         name: Name of the service, used to find its token.
         rollback: Remove the challenger, or switch back to the previous version if there is none.
-        share: Share of requests that the challenger serves, or scores with --shadow; default: all.
+        share: Share of requests that the challenger serves or, with --shadow, scores; default with --shadow: all.
         shadow: Let the challenger score requests only for the log and metrics, not for responses.
     """
     from raytrec.serving.command import promote as run
