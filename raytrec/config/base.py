@@ -76,8 +76,7 @@ def build_section_union(
     Args:
         sections: Value of the key → section class.
         key: Name of the discriminating key, such as "name".
-        user_code_key: Key of `sections` for user-defined code, which is selected by a path such as
-            module:Class.
+        user_code_key: Key of `sections` for user-defined code, which is selected by a path such as module:Class.
         error_type_name: Type of the pydantic error for an unknown value.
         default: Value of the key that is assumed for a mapping without the key.
     """

@@ -62,8 +62,7 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
     Args:
         schema: Schema of the run.
-        model: The `model` section, which determines the sequences read id by id; default: all sequences are
-            averaged.
+        model: The `model` section, which determines the sequences read id by id; default: all sequences are averaged.
     """
     lengths = model.sequence_lengths(schema) if model else {}
     sequences = {f: lengths[f] for f in schema.sparse if f in lengths and schema.sparse[f].pooling == "sequence"}
@@ -83,8 +82,7 @@ def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], c
 def set_draw_rows(transforms: Iterable[Transform], schema: Schema) -> tuple[Transform, ...]:
     """Return the transforms, with `rows` of each `sample` set to the size of the table that looks up its ids.
 
-    A `sample` with `rows` or a vocabulary is not changed. If several tables look up the ids, the smallest
-    size is used.
+    A `sample` with `rows` or a vocabulary is not changed. If several tables look up the ids, the smallest size is used.
 
     Raises:
         ConfigError: No feature looks up the ids, or the table's ids are managed and thus not row numbers.

@@ -38,8 +38,7 @@ class ManagedIds(SchemaPart):
     """Rules by which an id gets a row of a table, and loses it when all rows are taken or the id expires."""
 
     admit_after: PositiveInt = 1
-    """Number of occurrences after which an id gets a row; the row is assigned in the step that reaches this
-    number."""
+    """Number of occurrences after which an id gets a row; the row is assigned in the step that reaches this number."""
     eviction: Eviction = "lru"
     """Ids that lose their rows when all rows are taken: the least recently seen (lru), the least frequently
     seen (lfu), or none. With none, later ids get no row. With lfu, at most 1/64 of the rows (at least one) are

@@ -101,5 +101,4 @@ class EvalSection(Section):
     this number, areas under curves are computed from bins, with a bound on their error, and grouped rows are
     written to temporary files."""
     retrieval: RetrievalSection | None = None
-    """Rank each evaluated row's right items among all items (items, item, right_items, seen, at); null: no
-    ranking."""
+    """Rank each evaluated row's right items among all items (items, item, right_items, seen, at); null: no ranking."""

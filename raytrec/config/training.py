@@ -128,8 +128,7 @@ class ProfileSection(Section):
     """Range of profiled steps."""
 
     steps: Annotated[str, Field(pattern=r"^[1-9]\d*\.\.[1-9]\d*$")]
-    """FIRST..LAST, such as 100..110: steps of the run, both included. Profiled steps are slower than
-    others."""
+    """FIRST..LAST, such as 100..110: steps of the run, both included. Profiled steps are slower than others."""
 
     @model_validator(mode="after")
     def _check_steps(self) -> ProfileSection:
@@ -158,9 +157,8 @@ class TrainSection(Section):
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid, else on rows of data.holdout, else on data.test. The end of training is
-    always evaluated; null: only the end.
-    auto: ten evaluations in total. next_folder: evaluate on each folder of files in data.train, such as a day,
-    just before training on its first row; requires data.shuffle: none."""
+    always evaluated; null: only the end. auto: ten evaluations in total. next_folder: evaluate on each folder of files
+    in data.train, such as a day, just before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
     """End training when an evaluation metric reaches a target or stops improving; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20
@@ -171,8 +169,7 @@ class TrainSection(Section):
     max_grad_norm: PositiveFloat | None = None
     """Maximum L2 norm to which the gradient of all parameters is clipped (see clip_tables); null: no clipping."""
     clip_tables: bool = True
-    """Include tables in train.max_grad_norm. false: only the gradient of the dense layers is measured and
-    clipped."""
+    """Include tables in train.max_grad_norm. false: only the gradient of the dense layers is measured and clipped."""
     ema: Number | None = Field(None, gt=0, lt=1)
     """Decay of an exponential moving average of the dense weights over steps, such as 0.999. Evaluations use
     the average, and checkpoints contain both. Tables are not averaged. null: no average."""

@@ -221,9 +221,8 @@ class DropNull(OnColumns):
 class Sample(Section):
     """Random ids for each row, drawn uniformly or by frequency, except ids in other columns of the row.
 
-    Each row is drawn independently, with new ids in each epoch; evaluations and predictions always use the
-    same ids. With count: all, ids are not drawn. Instead, all ids are distributed over the rows of each
-    global batch in training.
+    Each row is drawn independently, with new ids in each epoch; evaluations and predictions always use the same ids.
+    With count: all, ids are not drawn. Instead, all ids are distributed over the rows of each global batch in training.
     """
 
     do: Literal["sample"]

@@ -26,8 +26,7 @@ class DenseWork:
     """Work of the dense layers in one rank's part of a step.
 
     Attributes:
-        flops: Floating-point operations of matrix products, forward and backward; multiply and add count as
-            two.
+        flops: Floating-point operations of matrix products, forward and backward; multiply and add count as two.
         matrices: Number of small matrices in batched matrix products.
         bytes: Bytes read and written by other operators. The traffic of matrix products overlaps with their
             arithmetic and is not counted.

@@ -178,11 +178,7 @@ class ClusterEstimator:
 
         The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
         devices can hold the tables), and then bisected. The search ends at MAX_HOSTS hosts, at one row per GPU, and
-        after MAX_REFUSALS clusters without a plan.
-
-        Args:
-            make_cluster: Function that returns the cluster with a number of hosts.
-            min_hosts: Smallest number of hosts to try.
+        after MAX_REFUSALS clusters without a plan. `make_cluster` returns the cluster with a number of hosts.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -217,11 +213,7 @@ class ClusterEstimator:
         """Return the prediction for the smallest cluster of each machine type on which the run fits.
 
         The predictions are sorted by number of GPUs, then by price. Machine types on which the run does not fit are
-        omitted.
-
-        Args:
-            machines: Machine types.
-            prices: Name of a machine → price per hour. Missing prices are sorted as 0.
+        omitted. `prices` maps machine names to prices per hour; missing prices are sorted as 0.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         found = [each for each in estimates if each]
@@ -248,17 +240,11 @@ def dry_run(
 ) -> list[PlannedTable]:
     """Return the sharding of each table that a run on a cluster's GPUs or CPU workers (scaling.device) would use.
 
-    As in a run, 15 % of GPU memory is reserved for dense layers and activations.
-
-    Args:
-        config: Configuration of the run.
-        schema: Schema of the data.
-        cluster: Hypothetical cluster, with one worker per GPU.
-        dense: Weights of the dense layers, from whose shapes their time is estimated to compare plans.
+    As in a run, 15 % of GPU memory is reserved for dense layers and activations. To compare plans, the time of the
+    dense layers is estimated from the shapes of their weights, `dense`.
 
     Raises:
-        ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts or no GPUs (on CPU:
-            workers).
+        ConfigError: Tables do not fit, constraints cannot be met, or the cluster has no hosts, GPUs or CPU workers.
     """
     from raytrec.embeddings.optim import mark_fused
     from raytrec.embeddings.pooling import PooledEmbeddings

@@ -116,9 +116,7 @@ MACHINES = {
 def find_machine(name: str, where: str = "--on") -> Machine:
     """Return the machine type with a name such as 8xh100-sxm; 8xh100 and 8xa100 mean 8xh100-sxm and 8xa100-80.
 
-    Args:
-        name: Name of the machine type.
-        where: Option or file that contains the name, for the error.
+    `where` is the option or file that contains the name, for the error.
 
     Raises:
         ConfigError: There is no machine type with this name.
@@ -195,8 +193,7 @@ def parse_cluster(text: str) -> Cluster:
     disk. The last two sizes are optional.
 
     Raises:
-        ConfigError: The text has another format, the number of machines is 0, or there is no machine with
-            this name.
+        ConfigError: The text has another format, the number of machines is 0, or there is no machine with this name.
     """
     count_match = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(count_match[1]), count_match[2]) if count_match else (1, text)

@@ -190,9 +190,8 @@ def estimate_host_table_bytes(
 ) -> int:
     """Return the bytes of host memory that each rank with a GPU may use for tables (UVM kernels).
 
-    The result is the rank's `host_share` in bytes, less a reserve and the rows read ahead. With
-    checkpoint.async_save, room is also reserved for copies of these tables and of the rank's part of tables
-    on GPUs.
+    The result is the rank's `host_share` in bytes, less a reserve and the rows read ahead. With checkpoint.async_save,
+    room is also reserved for copies of these tables and of the rank's part of tables on GPUs.
     """
     room = (1 - HOST_RESERVE_SHARE) * host_share - config.data.buffer_gib * GIB
     if config.checkpoint.async_save:

@@ -159,12 +159,7 @@ class PlacementSpace:
 
         The result contains all ranks for ALL_RANK_SHARDING_TYPES, and otherwise the configured ranks of the table.
         Without configured ranks, it contains the least busy ranks that have room, or for HOST_SHARDING_TYPES ranks of
-        the least busy hosts.
-
-        Args:
-            way: Sharding option of the table.
-            busy: Busy seconds of each rank, float64 [ranks].
-            room: Remaining bytes of each rank in (GPU, host, disk), float64 [ranks, 3].
+        the least busy hosts. `busy` and `room` contain busy seconds and remaining bytes, as in PartialPlan.
         """
         count, kind = len(way.option.shards), way.option.sharding_type
         pinned = self.constraints[way.option.name].ranks

@@ -118,13 +118,7 @@ class Search:
     def _iterate_options(
         self, upstream: Upstream, fused: Mapping[str, str], on_disk: Set[str]
     ) -> Iterator[ShardingOption]:
-        """Yield every sharding option of each table, with the storage of its shards.
-
-        Args:
-            upstream: Table → constraint in TorchRec's form.
-            fused: Table → optimizer that updates the table in backward.
-            on_disk: Tables in files.
-        """
+        """Yield every sharding option of each table, with the storage of its shards; see CorrectedEnumerator."""
         dims = {name: table.dim for name, table in self.schema.tables.items()}
 
         def enumerate_options(constraints: Upstream) -> list[ShardingOption]:

@@ -121,8 +121,7 @@ def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim],
     kernels of SGD and Adagrad have no decay, and on CPU, row-wise Adagrad ignores decay in all modes.
 
     Raises:
-        ConfigError: A table has weight decay and can use a fused kernel. The error names the first such
-            table.
+        ConfigError: A table has weight decay and can use a fused kernel. The error names the first such table.
     """
     for table, constraint in constraints.items():
         name = optimizers[table].name

@@ -148,11 +148,8 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
 def find_matching_search(config: RunConfig, space: Space, settings: Settings, named: bool) -> Path | None:
     """Return the folder of the newest unfinished search started by the same command, or None.
 
-    Args:
-        config: Configuration of the command, resolved as for a new search.
-        space: Search space of the command.
-        settings: Settings of the command.
-        named: True if the user set run.dir or run.name, so that only this folder is considered.
+    `config` must be resolved as for a new search. `named` is True if the user set run.dir or run.name; only this folder
+    is then considered.
     """
     for folder in list_earlier_folders(config, named):
         with suppress(RaytrecError, OSError):  # the folder is damaged or contains no search

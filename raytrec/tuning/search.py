@@ -157,8 +157,7 @@ class Search:
     """Search over a configuration, with its drawn trials.
 
     Attributes:
-        config: Resolved configuration of the search; run.dir is the search folder. Trials change the keys of
-            the space.
+        config: Resolved configuration of the search; run.dir is the search folder. Trials change the keys of the space.
         schema: Schema of the data.
         space: Keys to draw and their distributions.
         settings: Settings of the search.
@@ -240,7 +239,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
             expected="auto, or the number of steps between two evaluations on data.valid or held-out rows",
             do="set it in the configuration, or add train.eval_every_steps=auto to the command",
         )
-    _check_compared_rows(config, space)
+    space.check_training_data(config)
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
     if config.data.holdout and "valid" not in datasets:  # the row groups are too small
@@ -267,19 +266,6 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     return search
 
 
-def _check_compared_rows(config: RunConfig, space: Space) -> None:
-    """Refuse a space that draws the training data if trials are compared on rows held out of this data."""
-    draws = [draw for draw in space.draws if f"{draw.key}.".startswith(("data.train.", "data.partitions."))]
-    is_held_out = config.data.holdout or config.train.eval_every_steps == "next_folder"
-    if draws and is_held_out and not config.data.valid:
-        raise ConfigError(
-            f"{draws[0].key} cannot be searched: trials would be compared on different rows, held out of data.train",
-            where=draws[0].where,
-            expected="the same evaluation rows for all trials",
-            do="set data.valid, or remove this key from the search space",
-        )
-
-
 def _has_validation_data(config: RunConfig) -> bool:
     return bool(config.data.valid or config.data.holdout)
 
@@ -298,12 +284,8 @@ def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int
 
     If data.valid or data.holdout is set, the final evaluation of a trial uses validation data instead of data.test,
     which then takes no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the
-    run that is named like the search is the parent of all trials.
-
-    Args:
-        base: Resolved configuration of the search.
-        drawn_values: Configuration key → drawn value.
-        number: Number of the trial, from which the names of its run and folder are derived.
+    run that is named like the search is the parent of all trials. `base` is the resolved configuration of the search,
+    and `drawn_values` maps configuration keys to values.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"

@@ -152,6 +152,22 @@ class Space:
         """
         return [(draw, value) for draw in self.draws for value in draw.values]
 
+    def check_training_data(self, config: RunConfig) -> None:
+        """Check that the training data is not drawn if trials are compared on rows held out of data.train.
+
+        Raises:
+            ConfigError: data.train or data.partitions is drawn, and trials would be compared on different rows.
+        """
+        draws = [draw for draw in self.draws if f"{draw.key}.".startswith(("data.train.", "data.partitions."))]
+        is_held_out = config.data.holdout or config.train.eval_every_steps == "next_folder"
+        if draws and is_held_out and not config.data.valid:
+            raise ConfigError(
+                f"{draws[0].key} cannot be searched: trials would be compared on different rows of data.train",
+                where=draws[0].where,
+                expected="the same evaluation rows for all trials",
+                do="set data.valid, or remove this key from the search space",
+            )
+
     def refuse_code(self, config: RunConfig) -> None:
         """Refuse code that a space from a URI or another user's search draws and that `config` does not name.
 

@@ -74,8 +74,7 @@ def tune(
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before any trial starts.
-        RunError: The folder already contains a search, no trial has a result, or the cluster cannot be
-            reached.
+        RunError: The folder already contains a search, no trial has a result, or the cluster cannot be reached.
         Interrupted: Ctrl-C or SIGTERM was received.
 
     Example:

@@ -39,9 +39,8 @@ class ModelSection(Section):
     name: str
     """Name of the model."""
     lookup_l2: NonNegativeFloat | dict[str, NonNegativeFloat] = 0.0
-    """Factor λ of an L2 penalty for all tables, or a mapping {table: λ}. Each row's loss includes
-    λ ÷ 2 · ‖v‖² for every vector v that the row looks up. Unlike with weight_decay, an id is penalized once
-    per lookup."""
+    """Factor λ of an L2 penalty for all tables, or a mapping {table: λ}. Each row's loss includes λ ÷ 2 · ‖v‖² for
+    every vector v that the row looks up. Unlike with weight_decay, an id is penalized once per lookup."""
 
     @property
     def own_loss(self) -> bool:

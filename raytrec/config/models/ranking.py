@@ -180,8 +180,7 @@ class FinalMLPSection(ModelSection):
     """Sparse features and dense columns (or patterns), such as the user's, from which the input weights of
     the first stream are computed. []: weights are the same for all rows."""
     gate2: list[str] = Field([])
-    """Sparse features and dense columns (or patterns) for the second stream, such as the item's; see
-    gate1."""
+    """Sparse features and dense columns (or patterns) for the second stream, such as the item's; see gate1."""
     gate_mlp: Sizes = Field([64])
     """Hidden sizes of the network that computes the weights."""
     heads: SmallCount = 1

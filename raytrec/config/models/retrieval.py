@@ -27,9 +27,8 @@ class SampledSection(ModelSection):
 
     own_loss_of_last: ClassVar[bool] = True
     negatives: str | None = None
-    """Feature whose ids a row's item is compared with, such as a column written by do: sample in
-    data.transforms. Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no such
-    loss."""
+    """Feature whose ids a row's item is compared with, such as a column written by do: sample in data.transforms.
+    Enables the model's own loss (tasks: [{loss: from_model}]); default: the model has no such loss."""
     max_negatives: SmallCount = 100
     """Maximum number of ids of `negatives` per row; shorter lists are padded."""
     loss: Literal["softmax", "bce", "bpr"] = "softmax"
@@ -37,8 +36,7 @@ class SampledSection(ModelSection):
     binary cross-entropies of the item (label 1) and each negative (label 0). bpr: mean of the pairwise losses that
     favor a higher score of the item than of each negative."""
     share_negatives: bool = False
-    """Compare a row's item with the negatives of all rows of the global batch, except negatives that equal
-    the item."""
+    """Compare a row's item with the negatives of all rows of the global batch, except negatives that equal the item."""
     log_share: str | None = None
     """Side feature of `negatives` that is subtracted from scores, with share_negatives and loss: softmax. do:
     sample writes this column for draws by frequency; the loss then corresponds to uniform draws."""
@@ -211,8 +209,7 @@ class TwoTowerSection(SampledSection):
     retrieves: ClassVar[bool] = True
     name: Literal["two_tower"]
     towers: Towers
-    """Features of each tower, as names or patterns such as 'user*'. Each feature belongs to exactly one
-    tower."""
+    """Features of each tower, as names or patterns such as 'user*'. Each feature belongs to exactly one tower."""
     tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([128, 64])
     """Sizes of each tower's layers; the last size is the width of the tower's vectors."""
     normalize: bool = False
