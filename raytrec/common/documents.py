@@ -164,7 +164,7 @@ def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
 def _collect_fields(kind: type[Message], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line's values by field of the class.
 
-    Values without a field of their own are collected in the class's flat field (messages.FLATTENED), or else dropped.
+    Values that match no field are collected in the class's flat field (messages.FLATTENED), or else dropped.
     """
     flat = next((each.name for each in fields(kind) if each.metadata.get("flat")), None)
     names = {each.name for each in fields(kind)} - {flat}

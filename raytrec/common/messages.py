@@ -122,7 +122,6 @@ class Start(RunEvent):
 
     Attributes:
         total: Number of training steps in the whole run, of which `step` are already complete.
-        workers: Number of workers in the group.
         plan: Description of each table (embeddings.sharding.describe_plan), written to plan.json.
         metrics: Descriptions of training and evaluation metrics (metrics.selection.describe_metrics).
     """
@@ -269,7 +268,6 @@ class RankLine(Message):
 
     Attributes:
         first_step: Number of training steps before the interval, which has `steps` steps and ends at `step`.
-        world: Number of ranks.
         attempt: Number of worker groups that the driver started before this one.
         seconds: Duration of the interval in seconds.
         phases_s: Seconds spent in each of PHASES.

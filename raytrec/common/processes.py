@@ -45,12 +45,8 @@ def lock_file(file: IO | int, wait: bool = False) -> bool:
 def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
     """Create a new file with the given content; by default, only this user can read the file.
 
-    The file has its mode from the start. With write_text and chmod, other users could open the file in between.
-
-    Args:
-        path: Path of the new file.
-        data: Content; text is encoded as UTF-8.
-        mode: Permission bits, from which the process's umask is removed.
+    The file has its permission bits (`mode` without the umask) from the start. With write_text and chmod, other users
+    could open the file in between.
 
     Raises:
         FileExistsError: The file exists.

@@ -191,11 +191,9 @@ def find_train_folder(uri: str) -> str:
 
 
 def find_sibling_parts(uri: str) -> dict[str, str]:
-    """Find validation and test data next to a folder train/ or a file such as train.parquet.
+    """Return name → path or URI of the validation and test data next to a folder train/ or a file train.*.
 
-    Returns:
-        Name → path or URI of each file or folder that exists, such as valid → DATA/valid.parquet; {} if `uri` has
-        another name. The names are valid, val, validation, test and eval.
+    The names are valid, val, validation, test and eval; names without a file or folder are omitted.
     """
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":

@@ -41,10 +41,7 @@ STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages th
 
 
 def has_store(uri: str) -> bool:
-    """Return True if MLflow or an installed plugin has a store for a URI's scheme, or if the URI is a local path.
-
-    MLflow is not imported.
-    """
+    """Return True if MLflow or a plugin has a store for a URI's scheme or a local path; MLflow is not imported."""
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
     schemes = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
     return scheme in schemes or scheme.partition("+")[0] in DATABASE_SCHEMES

@@ -102,11 +102,7 @@ def make_gcs_client(address: str) -> Any:
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
     """Drain a node as if it were preempted; return (True if Ray accepts the request, reason for refusal).
 
-    Args:
-        gcs_address: HOST:PORT of the GCS.
-        node: Id of the node.
-        why: Reason, which Ray records.
-        deadline_ms: Unix time in milliseconds until which processes on the node can run.
+    `deadline_ms` is the Unix time in milliseconds until which processes on the node can run.
     """
     from ray.core.generated import autoscaler_pb2
 

@@ -184,10 +184,7 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def anonymize_examination(examination: Examination) -> Examination:
-    """Return a copy of the examination without names of hosts and users, paths and addresses.
-
-    Hosts are renamed node 1, node 2, etc.
-    """
+    """Return a copy of the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
     hosts = {host: f"node {number}" for number, host in enumerate(examination.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
     names = {user: "USER"} if user not in COMMON_USERS else {}
@@ -209,10 +206,7 @@ def anonymize_examination(examination: Examination) -> Examination:
 
 
 def to_json_values(examination: Examination) -> dict[str, Any]:
-    """Return an examination as JSON values, without secrets.
-
-    The keys are failures and warnings (numbers), hosts, raytrec (version) and checks (diagnoses).
-    """
+    """Return an examination as JSON values: failures and warnings (counts), hosts, raytrec (version), and checks."""
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
         for each in examination.diagnoses

@@ -39,14 +39,10 @@ _listeners: list[socket.socket] = []
 
 
 def describe_interfaces(address: str) -> dict[str, Any]:
-    """Return the network interfaces of this host.
+    """Return this host's network interfaces; `address` is the address by which Ray knows the host.
 
-    Args:
-        address: Address by which Ray knows this host.
-
-    Returns:
-        own: name of the interface that has the address, or None; have: name of each interface → its addresses; and
-        chosen: environment variable of INTERFACE_VARIABLES → value, for the variables that are set.
+    The keys of the result are own (name of the interface with this address, or None), have (name of each interface →
+    its addresses), and chosen (each of INTERFACE_VARIABLES that is set → its value).
     """
     import psutil
 
@@ -96,11 +92,7 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listen on a free port of an address until the process ends, and return the port.
-
-    With keep=False, the function stops listening before it returns. If no interface has the address, the function
-    listens on all interfaces.
-    """
+    """Listen on a free port of an address, and return the port; with keep=False, stop listening before returning."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
@@ -127,10 +119,7 @@ def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_
 
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
-    """Check that each node can connect to a free port of every other node.
-
-    Pairs of nodes that cannot connect are added to nodes.disconnected_pairs.
-    """
+    """Check that each node can connect to a port of every other node; add other pairs to nodes.disconnected_pairs."""
     indices = range(len(nodes.names))
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
@@ -160,7 +149,7 @@ def uses_nccl() -> bool:
 def join_group(
     rank: int, world: int, address: str, port: int, backend: str, own_address: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Time all-reduces of 16 MiB over a group of processes.
+    """Time all-reduces of 16 MiB over a group of processes; return the seconds of the fastest, and the network.
 
     Args:
         rank: Rank of this process.
@@ -170,9 +159,6 @@ def join_group(
         backend: nccl or gloo.
         own_address: Address of this host.
         timeout_s: Timeout of each collective in seconds.
-
-    Returns:
-        seconds: duration of the fastest all-reduce; network: name of the backend and its network.
     """
     import torch
     import torch.distributed as dist

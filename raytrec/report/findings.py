@@ -200,10 +200,7 @@ def find_low_utilization(lines: list[RankLine]) -> str | None:
 
 
 def find_hot_rank(lines: list[RankLine]) -> str | None:
-    """Return a sentence about the rank that looks up the most bytes, or None.
-
-    The sentence is only returned if this rank exceeds HOT_RANK_FACTOR × the mean over ranks.
-    """
+    """Return a sentence about the rank whose lookup bytes exceed HOT_RANK_FACTOR × the mean over ranks, or None."""
     loads = {line.rank: line.added("lookup_bytes") for line in lines}
     total = sum(loads.values())
     if len(loads) < 2 or not total:
@@ -280,7 +277,7 @@ def find_bound(times: Times, wall_s: float, rows_per_s: float | None) -> dict[st
 def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_per_s: float | None) -> str:
     """Return a sentence about the part `by` of the run; for `start`, also about the longest part of the steps."""
     if by != START:
-        return f"bound by {_words(seconds, by, whole, rows_per_s)}"
+        return f"bound by {_words(seconds, by, whole, rows_per_s, 'the time')}"
     text = f"bound by start: {format_percent(seconds[START] / whole)} of the time, {format_duration(seconds[START])}, "
     text += "went into start-up, restarts, checkpoints and evaluation"
     steps = {part: s for part, s in seconds.items() if part != START}
@@ -290,9 +287,7 @@ def _describe_bound(seconds: Mapping[str, float], by: str, whole: float, rows_pe
     return f"{text}; steps are bound by {_words(steps, by, whole, rows_per_s, 'their time')}"
 
 
-def _words(
-    seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None, of: str = "the time"
-) -> str:
+def _words(seconds: Mapping[str, float], part: str, whole: float, rows_per_s: float | None, of: str) -> str:
     text = f"{part}: {format_percent(seconds[part] / whole)} of {of}"
     if part != INGEST:
         return text

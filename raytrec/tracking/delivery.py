@@ -48,9 +48,6 @@ class Delivery:
         config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
             MLflow's environment variables.
         notify: Function called with a message when delivery starts to fail, and when it succeeds again.
-
-    Attributes:
-        uri: Address of the store (tracking.uri).
     """
 
     def __init__(self, folder: Path, config: RunConfig, notify: Callable[[str], None]):

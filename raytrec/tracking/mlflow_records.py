@@ -192,10 +192,7 @@ class RecordReader:
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """Return a batch of about MAX_METRICS_PER_CALL metrics; None if there are no undelivered lines.
-
-        The method returns the same batch until `mark_batch_written` is called.
-        """
+        """Return a batch of about MAX_METRICS_PER_CALL metrics, the same until `mark_batch_written`; None at end."""
         self._batch = self._batch or self._read_batch()
         return self._batch
 
