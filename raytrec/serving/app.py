@@ -35,19 +35,19 @@ log = logging.getLogger(__name__)
 ADVICE = {  # by status, for errors that contain no advice
     400: "compare the request with GET /example and GET /openapi.json",
     401: "send the service's token in a header, such as -H 'Authorization: Bearer TOKEN'",
-    403: "copy the export into this folder, or start the service with another --promote-from",
+    403: "copy the export into the expected folder, or start the service with another --promote-from",
     404: "see GET /openapi.json for all paths",
     405: "see GET /openapi.json for the methods of each path",
     413: "send fewer rows or shorter lists in each request",
-    415: "send the body in one of these types, and name the type in the header Content-Type",
+    415: "send the body in an expected type, and name the type in the header Content-Type",
 }
 Decoder = Callable[[Scorer], Query]
 
 
 class Service:
-    """ASGI application that serves requests with the current version or its challenger.
+    """ASGI application that scores the rows of requests with the current export or its challenger (an export on trial).
 
-    Invalid requests are rejected with a 4xx status and a body that names the field and the reason.
+    Invalid requests are rejected with a 4xx status and a body that states the fault and, if known, its place.
 
     Args:
         versions: Exports of the process; the current one is served.
@@ -60,7 +60,8 @@ class Service:
         threads: Number of threads that score; 0: the event loop scores.
 
     Attributes:
-        follower: Follower of a run's deltas, which changes the current version in place; None: there is none.
+        request_log: Log of a sample of requests; None: requests are not logged.
+        follower: Follower of a run's deltas, which changes the current model in place; None: there is none.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class Service:
             return Response(status_code=499)
         except Exception as error:
             log.exception("a request failed")
-            reported = error if isinstance(error, RaytrecError) else RunError("internal error", do="check the log")
-            refused = RefusedRequest(500, reported)
+            unknown = RunError("an internal error occurred", do="read the log of the service")
+            refused = RefusedRequest(500, error if isinstance(error, RaytrecError) else unknown)
         failure = refused.error
         failure.do = failure.do or ADVICE.get(refused.status)
         parts: dict[str, Any] = {"error": str(failure)}
@@ -143,7 +144,7 @@ class Service:
         """Return the endpoint of a request, given its path or path template, after checking the token.
 
         Raises:
-            RefusedRequest: There is no such endpoint, or the token is missing or wrong.
+            RefusedRequest: The token is missing or wrong, or no endpoint has the path and the method.
         """
         endpoint = self._by_path.get(path)
         if self._token is not None and not (endpoint and endpoint.is_open):
@@ -154,10 +155,10 @@ class Service:
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint and request.method == endpoint.method:
             return endpoint
-        what = f"{request.method} {request.scope['path']}"
+        what = f"the path {request.scope['path']}"
         if endpoint is None:
-            raise RefusedRequest(404, DataError(f"{what}: path not found", expected="a path listed in /openapi.json"))
-        refused = DataError(f"{what}: method not allowed", expected=endpoint.method)
+            raise RefusedRequest(404, DataError(f"{what} does not exist", expected="a path listed in /openapi.json"))
+        refused = DataError(f"{what} does not support {request.method}", expected=endpoint.method)
         raise RefusedRequest(405, refused, Allow=endpoint.method)
 
     async def _choose_scorer(self, request: Request) -> Scorer:
@@ -179,10 +180,11 @@ class Service:
         return loaded if loaded.challenger.includes(key) else None
 
     async def read(self, request: Request) -> bytes:
-        """Return the body of a request, which may be read several times.
+        """Return the body of a request; further calls return the same bytes.
 
         Raises:
-            RefusedRequest: The body is too large, or all bodies that are being received are too large in total.
+            RefusedRequest: The body is compressed or too large, or all bodies that are being received are too large
+                in total.
         """
         if hasattr(request.state, "body"):
             return request.state.body
@@ -228,12 +230,15 @@ class Service:
         return Response(content, media_type=kind, headers=headers)
 
     async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
-        """Return the scores of a request's rows and the headers of its response; count and log the rows.
+        """Score and count the rows of a request, and pass them to the request log and the shadow challenger, if any.
 
         Args:
-            request: Request.
+            request: HTTP request.
             query: Rows of the request.
-            decode: Function that decodes the request for a model, used if a shadow challenger also scores the rows.
+            decode: Function that decodes the request for another model, used by a shadow challenger.
+
+        Returns:
+            The scores, and additional headers of the response.
         """
         scores, headers = await self.batcher.score(query), {}
         request.state.version = scores.version
@@ -257,18 +262,18 @@ class Service:
         return inference.encode(name, scores, headers)
 
     def _check_model(self, request: Request, scorer: Scorer) -> str:
-        """Return the model's name in a path of the Open Inference Protocol.
+        """Return the model name in the path of a request of the Open Inference Protocol.
 
         Raises:
-            RefusedRequest: The name or the version is not that of the model that serves the request.
+            RefusedRequest: The name is not that of the service or run, or the version is not the served version.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
         names, current = dict.fromkeys([self._name or run, run]), request.state.version
         for what, value, known in (("model", name, names), ("version", version or current, [current])):
             if value not in known:
                 expected = " or ".join(known)
-                error = DataError(f"{what} {shorten_repr(value)} not found", where="the path", expected=expected)
-                raise RefusedRequest(404, error)
+                missing, do = f"there is no {what} {shorten_repr(value)}", f"use an expected {what} in the path"
+                raise RefusedRequest(404, DataError(missing, where="the path", expected=expected, do=do))
         return name
 
     async def _model_tensors(self, request: Request, scorer: Scorer) -> Response:
@@ -284,10 +289,12 @@ class Service:
         return json_response({"live": True})
 
     async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: dict, log_id: str | None) -> None:
-        """Score and log a completed request with the challenger, and compare the scores with the response.
+        """Score a completed request with the challenger, and count the differences from the scores of the response.
+
+        If the request was logged (`log_id`), the scores of the challenger are also logged.
 
         Raises:
-            RunError: A score is not finite.
+            RunError: A score of the challenger or of the response is not finite.
         """
         began, figures, version = perf_counter(), self.figures, scorer.version
         query = decode(scorer)
@@ -301,7 +308,7 @@ class Service:
             if answer is not None and answer.shape == values.shape:
                 difference = float(np.abs(values - answer).mean()) * len(values)
                 if not np.isfinite(difference):
-                    raise RunError(f"a score in column '{column}' is not finite", where=version)
+                    raise RunError(f"a score or served score in column '{column}' is not finite", where=version)
                 figures.shadow_difference.labels(version, column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:

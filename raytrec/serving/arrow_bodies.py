@@ -1,4 +1,4 @@
-"""Arrow bodies from untrusted clients; small bodies that expand to too much data are refused."""
+"""Read Arrow bodies from untrusted clients, and measure the data to which small bodies expand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from pyarrow import types
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.data.arrow import has_compressed_buffers, is_text
 
-PLAIN_COLUMNS_TEXT = (
-    "plain Arrow columns: no views, run-end encoding or unions, and no dictionaries of lists or structs"
-)
+PLAIN_COLUMNS_TEXT = "a column without views, run-end encoding, unions, and dictionaries of lists or structs"
 
 
 def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
-    """Return the rows of an Arrow stream, and the size of their shared values if each row had its own copy, in bytes.
+    """Return the rows of an Arrow stream, and the size in bytes of their dictionary-encoded texts after decoding.
 
     Args:
         body: Bytes of the stream.
-        columns: Names of columns, or of struct fields (column.field), that are used; the size ignores other columns.
+        columns: Names of the columns, or of struct fields (column.field), whose texts are measured.
 
     Raises:
-        DataError: The body is not an Arrow stream, the stream is compressed, or a column has an unsupported type.
+        DataError: The body is not a valid Arrow stream, its buffers are compressed, or one of `columns` has an
+            unsupported type.
     """
     try:
         if has_compressed_buffers(body):
@@ -36,7 +35,7 @@ def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
         used = {name.partition(".")[0] for name in columns} | set(columns) if sharing else set()
         return table, sum(_count_expanded_bytes(table.column(place), name) for place, name in sharing if name in used)
     except (pa.ArrowException, OSError, StructError, ValueError) as error:  # ValueError: a name that is not UTF-8
-        what = f"the body is not an Arrow stream: {get_first_line(error)}"
+        what = f"the body is not a valid Arrow stream: {get_first_line(error)}"
         raise DataError(what, where="the body", expected="a schema followed by record batches") from None
 
 
@@ -46,10 +45,10 @@ def _may_share(kind: pa.DataType) -> bool:
 
 
 def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
-    """Return the size in bytes of shared texts if each row had its own copy; 0 for types that cannot share them.
+    """Return the size in bytes of dictionary-encoded texts in a column, its lists and its structs after decoding.
 
     Raises:
-        DataError: Rows of this type could share values other than texts and numbers.
+        DataError: The column has a type whose rows can share other values than texts and numbers.
     """
     kind = array.type
     if isinstance(array, pa.ChunkedArray):

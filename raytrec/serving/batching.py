@@ -21,11 +21,11 @@ from raytrec.serving.bodies import Query, RefusedRequest
 
 RETRY_AFTER_S = 1  # seconds after which a refused client may try again
 MAX_QUEUED_ROWS = 32_768  # maximum number of waiting rows; further requests are refused unless no rows are waiting
-MIN_FULL_BATCH_ROWS = 32  # minimum size of a full batch, even if it exceeds the time budget
+MIN_FULL_BATCH_ROWS = 32  # batches may have this many rows even if scoring them exceeds the time budget
 
 
 class UnavailableError(RunError):
-    """Error for a request that the client can repeat."""
+    """Error for a request that cannot be served now, because a part of the service is unavailable."""
 
     def to_refusal(self) -> RefusedRequest:
         """Return the refusal of the request, with status 503 and Retry-After."""
@@ -33,10 +33,10 @@ class UnavailableError(RunError):
 
 
 class VersionedScores(list[np.ndarray]):
-    """Scores of each task, or vectors of a tower, with the version that computed them.
+    """Scores of each task, or vectors of a tower, with the version of the model that computed them.
 
     Args:
-        values: Scores of each task, float32 [rows] or [rows, classes]; or the vectors, float32 [rows, width].
+        values: Scores of each task, float32 [rows] or [rows, classes]; for a tower, one array [rows, width].
         version: Version of the model when it computed the scores.
     """
 
@@ -47,7 +47,7 @@ class VersionedScores(list[np.ndarray]):
 
 @dataclass(eq=False)
 class _BatchPart:
-    """Rows of a query that are scored in one batch. `done` receives their scores or an error."""
+    """Consecutive rows of a query that are scored in one batch. `done` receives their scores or an error."""
 
     query: Query
     rows: pa.Table | ObjectRows | Rows
@@ -64,7 +64,7 @@ class _BatchPart:
 class Batcher:
     """Queue of rows to score; rows that arrive while a batch is being scored form the next batch.
 
-    An idle batcher scores immediately, and batches grow with the load (`@serve.batch` waits in both cases).
+    An idle batcher scores immediately, and batches grow with the load. (`@serve.batch` always waits for more rows.)
     By default, the event loop scores, because a replica has one core, and handing rows to a thread takes longer than
     scoring a few rows. With table shards, threads score, so that requests are read and scored while lookups wait.
 
@@ -88,7 +88,10 @@ class Batcher:
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function, which may change a model, after all waiting rows have been scored."""
+        """Call a function, which may change a model, once all rows that are waiting now have been scored.
+
+        Call this method in the event loop. An idle batcher calls the function immediately.
+        """
         if self._running:
             self._queue.append(action)
         else:
@@ -100,10 +103,12 @@ class Batcher:
         Raises:
             RefusedRequest: Too many rows are waiting.
             DataError: A value does not fit the model.
+            UnavailableError: A table shard is unavailable or late.
         """
         rows, max_rows = query.rows, self._max_batch_rows
         if self.waiting and self.waiting + len(rows) > MAX_QUEUED_ROWS:
-            raise make_busy_refusal(f"{self.waiting:,} rows are waiting", f"at most {MAX_QUEUED_ROWS:,}")
+            what = f"{self.waiting:,} rows are waiting, in addition to the {len(rows):,} of this request"
+            raise make_busy_refusal(what, f"at most {MAX_QUEUED_ROWS:,} waiting rows")
         self.waiting += len(rows)
         loop, is_whole = asyncio.get_running_loop(), len(rows) <= max_rows
         parts = [rows] if is_whole else [rows[at : at + max_rows] for at in range(0, len(rows), max_rows)]
@@ -155,7 +160,7 @@ class Batcher:
             self._running -= 1
 
     def _take_batch(self) -> list[_BatchPart]:
-        """Execute the actions at the head of the queue, and return the next pieces that can be scored together."""
+        """Call functions at the head of the queue, unless threads score, and return the next parts of one kind."""
         batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
@@ -176,7 +181,7 @@ class Batcher:
         return batch
 
     def _score(self, batch: list[_BatchPart]) -> list[VersionedScores | Exception]:
-        """Return the scores or the error of each piece of a batch."""
+        """Return the scores or the error of each part of a batch."""
         parts = [piece.rows for piece in batch]
         batch[0].query.scorer.lookups.take_missing_shards()  # discard the result of a batch that failed
         try:
@@ -199,17 +204,20 @@ class Batcher:
 
 
 def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
-    """Return the refusal of a request that the client can retry later."""
+    """Return the refusal, with status 429 and Retry-After, of a request that the client can retry later."""
     error = RunError(what, where="the service", expected=expected, do=f"retry after {RETRY_AFTER_S} s")
     return RefusedRequest(429, error, **{"Retry-After": str(RETRY_AFTER_S)})
 
 
 def _to_query_error(piece: _BatchPart) -> DataError | None:
-    """Score all rows of a failed piece's query, and return the error with row numbers of the query, or None."""
+    """Score the whole query of a failed part, and return its DataError, whose row numbers are those of the query.
+
+    Return None if the part contains the whole query, or if there is no DataError.
+    """
     if piece.rows is piece.query.rows:
         return None
     try:
         piece.query.score([piece.query.rows], [piece.query.user])
-    except Exception as error:  # on other errors, such as a missing table shard, the error of the piece is reported
+    except Exception as error:  # on other errors, such as a missing table shard, the error of the part is reported
         return error if isinstance(error, DataError) else None
     return None

@@ -46,7 +46,7 @@ class Limits:
 
 
 class RefusedRequest(Exception):
-    """Exception for a request that is rejected with an HTTP status and an error instead of predictions."""
+    """Exception for a request that is rejected with an HTTP status, an error in the body and additional headers."""
 
     def __init__(self, status: int, error: RaytrecError, **headers: str):
         super().__init__(str(error))
@@ -60,7 +60,7 @@ class Query:
     Attributes:
         scorer: Model that serves the request.
         program: Program of the model: predict, or a tower.
-        rows: Rows, or candidates if there is a user; of type `Rows` if they are plain (scoring/plain_rows.py).
+        rows: Rows, or candidates if there is a user. Plain rows (numbers and ids without nulls) have the type `Rows`.
         user: The user's single row in the same form, whose columns the candidates do not repeat; None: `rows` have
             all columns.
         split: Division of the columns between user and candidates; None: `rows` have all columns.
@@ -86,11 +86,11 @@ class Query:
         return table
 
     def score(self, parts: Sequence[pa.Table | ObjectRows | Rows], users: Sequence[Any] = ()) -> list[np.ndarray]:
-        """Score rows of this query and of other queries to the same program; return the scores as Scorer.score does.
+        """Score rows of this query and of other queries of the same kind, and return the scores as Scorer.score does.
 
         Args:
-            parts: Rows that are scored together.
-            users: User of each part; empty if the rows are complete.
+            parts: Rows of several queries, which are scored in one batch.
+            users: User of each part; ignored if this query has no `split`.
 
         Raises:
             DataError: A value does not fit the model.
@@ -102,15 +102,15 @@ class Query:
         return self.scorer.score([self.scorer.get_reader(self.program).read(concat_rows(parts))], self.program)
 
     def name_scores(self, scores: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the scores of each task by its score column."""
+        """Return score column → scores, given the scores of each task in the order of the manifest."""
         return {task.column: each for task, each in zip(self.scorer.manifest.tasks, scores, strict=True)}
 
 
 def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
-    """Return the query of a request.
+    """Decode the body of a request to /predict or /vectors with this Content-Type header.
 
     Raises:
-        RefusedRequest: The body is malformed, or exceeds a limit.
+        RefusedRequest: The content type is not supported, a JSON body is malformed, or the body exceeds a limit.
         DataError: An Arrow body is malformed, or a value does not fit its column.
     """
     if check_type(content_type, JSON, ARROW) == ARROW:
@@ -132,7 +132,7 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
 def make_query(
     matrices: Matrices, make_table: Callable[[], pa.Table], scorer: Scorer, program: ProgramName, limits: Limits
 ) -> Query:
-    """Return the query of rows that are in matrices or, if the rows in the matrices are not plain, in a table.
+    """Return the query of the rows in matrices. Rows that are not plain are read from a table instead.
 
     Args:
         matrices: Matrices with all columns of the rows, [B, columns]; {} if the rows also have other columns.
@@ -159,10 +159,10 @@ def make_query(
 
 
 def check_type(content_type: str, *supported_types: str) -> str:
-    """Return the media type of a body, without parameters.
+    """Return the media type in a Content-Type header, in lower case and without parameters.
 
     Raises:
-        RefusedRequest: The type is not supported.
+        RefusedRequest: The type is not one of `supported_types`.
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in supported_types:
@@ -174,7 +174,7 @@ def check_type(content_type: str, *supported_types: str) -> str:
 def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
     table, expanded_bytes = read_stream(body, [*columns.names, DENSE_MATRIX, ID_MATRIX])
     if expanded_bytes > limits.body_bytes:
-        what = "the expanded values of the rows exceed the size limit of a body"
+        what = f"the dictionary-encoded texts of the rows have {expanded_bytes:,} bytes after decoding"
         raise _make_refusal(what, "the body", f"at most {limits.body_bytes:,} bytes", 413)
     return table
 
@@ -194,8 +194,9 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
         return Query(scorer, program, _table_from_columns(values["columns"], scorer.columns))
     rows = values.get("rows", values.get("candidates"))
     if not isinstance(rows, list):
-        raise _make_refusal("the rows are not a list", "rows or candidates", "a list of objects")
-    # checked before the conversion, which takes more memory
+        name = "rows" if "rows" in values else "candidates"
+        raise _make_refusal(f"the {name} are not a list", name, "a list of objects")
+    # The rows are counted before the conversion, which takes more memory.
     _check_count(rows, limits, "row" if "rows" in values else "candidate")
     if "rows" in values:
         return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
@@ -209,9 +210,10 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
 
 
 def check_object_count(body: bytes, limits: Limits) -> None:
-    """Raise RefusedRequest if a JSON body contains so many objects that parsing it would take seconds."""
-    if body.count(b"{") > 10 * limits.rows:
-        raise _make_refusal("the body has too many objects", "the body", f"at most {limits.rows:,} rows", 413)
+    """Raise RefusedRequest if a JSON body contains too many opening braces: parsing so many objects takes seconds."""
+    if (count := body.count(b"{")) > 10 * limits.rows:
+        what = f"the body has too many objects, with {count:,} opening braces"
+        raise _make_refusal(what, "the body", f"at most {10 * limits.rows:,} opening braces", 413)
 
 
 def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
@@ -220,7 +222,7 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
         raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {field.name: to_column(lists[field.name], field) for field in columns if field.name in lists}
     if len({len(array) for array in arrays.values()}) > 1:
-        raise _make_refusal("the columns have different numbers of values", "columns", "one value per row")
+        raise _make_refusal("the columns have different numbers of values", "columns", "one value per row and column")
     return pa.table(arrays)
 
 
@@ -240,7 +242,7 @@ def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
             longest = _longest_list(rows, place, field.name)
             if longest > limits.ids:
                 what = f"a list in column '{field.name}' has {longest:,} values"
-                raise _make_refusal(what, field.name, f"at most {limits.ids:,} values", 413)
+                raise _make_refusal(what, f"{ROWS_PLACE}, column {field.name}", f"at most {limits.ids:,} values", 413)
 
 
 def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
@@ -251,12 +253,12 @@ def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
 
 
 def json_response(values: Any) -> Response:
-    """Return values as a JSON response."""
+    """Return a JSON response with these values."""
     return Response(to_json(values), media_type=JSON)
 
 
 def encode_response(accept: str, version: str, names: Sequence[str], values: Sequence[np.ndarray]) -> tuple[str, bytes]:
-    """Return the media type and the body of a response.
+    """Return the media type and the body of a response. In JSON, NaN and infinity become null.
 
     Args:
         accept: Accept header of the request; the response is Arrow if the header names Arrow, else JSON.

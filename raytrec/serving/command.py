@@ -10,6 +10,7 @@ import socket
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from threading import Event
 from time import monotonic, sleep
 from typing import Any
@@ -29,16 +30,18 @@ PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas 
 
 
 def serve(service_options: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
-    """Serve an export until SIGINT or SIGTERM.
+    """Serve an export on Ray Serve until the process receives SIGINT or SIGTERM.
 
     Args:
         service_options: Options of the service.
-        address: Address of a Ray cluster; default: a new local one, which ends with the service.
+        address: Address of a Ray cluster; default: RAY_ADDRESS, or else a new local cluster, which ends with the
+            service.
         replicas: Number of serving processes: N, or MIN:MAX depending on the load.
 
     Raises:
-        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the
-            port is taken.
+        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the port
+            is taken.
+        RuntimeError: A replica cannot start.
         ConfigError: `replicas` is malformed, or `follow` and `promote_from` are both set.
         DataError: The URI of the log is malformed, or its store cannot be reached.
     """
@@ -70,7 +73,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
 
 
 def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
-    """Wait until a folder of deltas contains a full export, and print each change of the folder's state meanwhile.
+    """Wait until a folder of deltas contains a full export, and print why the command waits.
 
     Args:
         folder: Folder of deltas.
@@ -108,7 +111,7 @@ def check_is_stream(folder: str) -> None:
     expected, do = "a folder of export.deltas.to", None
     with convert_os_errors("the folder of deltas cannot be read", where=folder):
         if query_file_info(folder).is_file:
-            raise RunError("this is a file, not a folder of deltas", where=folder, expected=expected)
+            raise RunError("the path is a file, not a folder of deltas", where=folder, expected=expected)
         names = list_names(folder)
     # A run may be writing the first file, under a name that begins with STREAM_FILE.
     others = [name for name in names if not name.startswith((".", STREAM_FILE)) and name != "lost+found"]
@@ -140,7 +143,7 @@ def wait_for_port(port: int) -> None:
 
 
 def _is_shared(port: int) -> bool:
-    """Return True if another process of this user shares the port, as replicas do (SO_REUSEPORT)."""
+    """Return True if the port is free or held only by processes of this user that share it (SO_REUSEPORT)."""
     with socket.socket() as probe, suppress(OSError, OverflowError):
         for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
             probe.setsockopt(socket.SOL_SOCKET, option, 1)
@@ -160,10 +163,11 @@ def _parse_replicas(replicas: str) -> tuple[int, int]:
 
 
 def _call_on_cluster(function: str, *arguments: Any) -> None:
-    """Call a function of deployment.py in a task; this process then imports neither Ray Serve nor torch.
+    """Call a function of deployment.py in a Ray task, so that this process imports neither Ray Serve nor torch.
 
     Raises:
         RunError: Ray Serve is not installed on the cluster.
+        Exception: Error of the function.
     """
     import ray
     from ray.exceptions import RayTaskError
@@ -175,7 +179,7 @@ def _call_on_cluster(function: str, *arguments: Any) -> None:
 
 
 def _print_news(name: str, stop: Event) -> None:
-    """Print each change of the served version, until `stop` is set."""
+    """Print the coordinator's messages about versions and deltas until `stop` is set."""
     import ray
 
     from raytrec.serving.coordinator import FOLLOW_INTERVAL_S, NAMESPACE, get_coordinator_name
@@ -193,7 +197,7 @@ def _call(function: str, *arguments: Any) -> None:
         import ray.serve  # noqa: F401
     except ImportError as error:
         what, expected = f"Ray Serve cannot be imported: {error}", "the extra raytrec[serve]"
-        do = "pip install --no-deps -r requirements/serve.txt (docs/serving.md)"
+        do = "run `pip install --no-deps -r requirements/serve.txt` on all nodes (docs/serving.md)"
         raise RunError(what, where="raytrec serve", expected=expected, do=do) from None
     from raytrec.serving import deployment
 
@@ -209,7 +213,7 @@ def _print_address(name: str, url: str, has_token: bool, follows: bool) -> None:
     print(f"example      curl{bearer} {url}/example")
     print(f"page         {url}/ (asks for the token)" if has_token else f"page         {url}/")
     if follows:
-        print("version      follows the run; GET /ready states the step and the seconds behind", flush=True)
+        print("version      follows the run; GET /ready returns the step and the seconds behind training", flush=True)
     else:
         print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
 
@@ -219,20 +223,21 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
     Args:
         uri: URI of the export; None with `rollback`.
-        service: Address of the service.
+        service: Address of the service, http://HOST:PORT.
         name: Name of the service, used to find its token file if RAYTREC_SERVE_TOKEN is not set; None: no
             file is read.
         rollback: True to remove the challenger or, if there is no challenger, to return to the previous version.
-        **challenger: share and shadow of a challenger, as in the body of POST /promote.
+        **challenger: share, in (0, 1] or None, and shadow, True or False, as in the body of POST /promote. If either is
+            set, the export becomes the challenger.
 
     Raises:
         ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` is combined with a challenger.
-        RunError: `service` is not an address, or the service refuses the export and keeps its version, or does not
-            respond.
+        RunError: `service` is not an address, the service does not respond, or it rejects the export and keeps its
+            version.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
         what = "promote requires either a URI or --rollback alone"
-        raise ConfigError(what, where="raytrec promote", expected="one of the two")
+        raise ConfigError(what, where="raytrec promote", expected="URI [--share SHARE] [--shadow], or --rollback")
     parse_address(service)
     token = find_token(name)
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
@@ -244,9 +249,13 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
             print(f"version      {result['version']}\nresult       {result['news']}")
             return result["version"]
     except urllib.error.HTTPError as error:
-        raise parse_error(error.read(), "the service rejected the promotion", service, error.code) from None
-    except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"the service does not respond: {error}", where=service) from None
+        what = f"the service rejected the promotion with status {error.code}"
+        raise parse_error(error.read(), what, service, error.code) from None
+    except OSError as error:
+        raise RunError(f"the service does not respond: {getattr(error, 'reason', error)}", where=service) from None
+    except (HTTPException, KeyError, TypeError, ValueError) as error:
+        what = f"the response is not that of a service: {type(error).__name__}: {error}"
+        raise RunError(what, where=service, expected="the address of `raytrec serve`") from None
 
 
 def parse_address(service: str) -> SplitResult:
@@ -263,7 +272,10 @@ def parse_address(service: str) -> SplitResult:
 
 
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
-    """Return the error in the body of a response, or an error with the text `what` if the body contains none."""
+    """Return the error in the body of a response, or an error with the text `what` if the body contains none.
+
+    If the status is 401, the error advises how to set the token.
+    """
     try:
         parts: dict[str, Any] = json.loads(body)
         error = parts.pop("error")

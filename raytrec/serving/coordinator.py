@@ -39,7 +39,7 @@ def get_coordinator_name(name: str) -> str:
 
 
 class Coordinator:
-    """Actor whose methods are called by replicas; a replica may end at any time.
+    """Actor that determines the version that replicas serve. Replicas report to it, and may end at any time.
 
     Args:
         export: Export that replicas serve until another export is promoted.
@@ -71,11 +71,12 @@ class Coordinator:
         """Return to the previous export, without a challenger, because a starting replica cannot load the current one.
 
         Args:
-            failed: Export that could not be loaded; the call is ignored if another export has become current.
+            failed: Export that could not be loaded. The call is ignored if another export is the current one, or if
+                there is no previous export.
             why: Reason why the export could not be loaded.
 
         Raises:
-            RunError: Other replicas serve the failed export, or ended less than REPLICA_TIMEOUT_S ago.
+            RunError: Other replicas, which serve the failed export, have reported within REPLICA_TIMEOUT_S seconds.
         """
         if failed == self._current and self._previous:
             if self._live():
@@ -86,11 +87,13 @@ class Coordinator:
             self._publish_order()
 
     async def news(self) -> str:
-        """Return a message about the last change of a version, or problem with deltas, for the console; "" if none."""
+        """Return the last message about a change of the version or a problem with deltas; "" if there is none."""
         return self._news
 
     async def declare(self, export: Export) -> None:
-        """Promote the export of a deployment, unless the last deployment named the same export.
+        """Make the export of a deployment the current one, unless the last deployment named the same export.
+
+        If replicas exist, the export is promoted. Otherwise, replicas load it when they start.
 
         Raises:
             RaytrecError: The promotion failed; see `promote`.
@@ -105,7 +108,7 @@ class Coordinator:
         self._remember(self._current, self._previous, export, self._challenger)
 
     async def follow(self, replica: str, report: ReplicaState, last_command: int) -> ReplicaCommand:
-        """Record a replica's report, and return the next command, or the last command after FOLLOW_INTERVAL_S.
+        """Record a replica's report, and return the next command, or the last one if none follows in FOLLOW_INTERVAL_S.
 
         Args:
             replica: Id of the replica.
@@ -122,7 +125,7 @@ class Coordinator:
         return replace(self._order, fair_connections=sum(counts) / len(counts) if len(counts) > 1 else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
-        """Record a replica's report, and announce a new problem with the deltas that the replica follows."""
+        """Record a replica's report, and announce (`news`) if its problem with the run's deltas has changed."""
         before = self._replicas[replica][0].problem if replica in self._replicas else None
         self._replicas[replica] = report, monotonic()
         if report.problem != before:
@@ -131,11 +134,11 @@ class Coordinator:
             self._news = news[0] if news else f"replica {replica} follows the run again"
 
     async def versions(self) -> dict[str, str]:
-        """Return the version of each live replica."""
+        """Return id → version of each replica that has reported within REPLICA_TIMEOUT_S."""
         return {name: report.version for name, report in self._live().items()}
 
     async def metrics(self) -> bytes:
-        """Return the text of /metrics with the last reported metrics of all replicas.
+        """Return the body of /metrics with the last reported metrics of all replicas, in Prometheus' text format.
 
         If replicas responded to scrapes in turn, counters would seem to fall. Therefore, all metrics pass through the
         coordinator.
@@ -143,7 +146,11 @@ class Coordinator:
         return write_metrics({name: report.figures for name, report in self._live().items()})
 
     async def overview(self) -> dict[str, Any]:
-        """Return the version of each replica, the previous version (before), and the challenger."""
+        """Return a dict with the keys `replicas`, `before` and `challenger`.
+
+        They contain the result of `versions`; the previous version or None; and the fields of the challenger with
+        `failed_replicas`, the ids of the replicas that could not load it, or None.
+        """
         failed = sorted(name for name, report in self._live().items() if report.challenger_error)
         challenger = self._challenger and asdict(self._challenger) | {"failed_replicas": failed}
         before = self._previous and self._previous.version
@@ -160,16 +167,18 @@ class Coordinator:
             shadow: True for a challenger in shadow mode.
 
         Returns:
-            The overview, the current version and a message (news), once all replicas have the new state.
+            The dict of `overview`, with the current version as `version` and a message as `news`, once all replicas
+            have the new state.
 
         Raises:
-            RunError: There is no previous export, another promotion is in progress, the challenger would be the
+            RunError: There is no export to return to, another promotion is in progress, the challenger would be the
                 current export, or the replicas do not respond.
-            RaytrecError: A replica cannot load the export. All replicas keep their version.
+            RaytrecError: A replica cannot load the export, or replicas have loaded different files. All replicas keep
+                their version.
         """
         if not (uri or self._previous or self._challenger):
             expected = "a promotion before the rollback"
-            raise RunError("there is no previous version", where="--rollback", expected=expected)
+            raise RunError("there is no previous version and no challenger", where="--rollback", expected=expected)
         if self._busy.locked():
             raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
         async with self._busy:
@@ -193,7 +202,7 @@ class Coordinator:
         """Return an export once all replicas have loaded it.
 
         Raises:
-            RaytrecError: A replica cannot load the export, or the replicas have loaded different files.
+            RaytrecError: A replica cannot load the export, or the replicas have loaded different versions.
         """
         self._publish_order(prepare=uri)
         prepared = await self._wait_for_replicas()
@@ -201,7 +210,7 @@ class Coordinator:
         versions = {report.prepared for report in prepared.values()}
         if errors or len(versions) != 1:
             self._publish_order()
-            what, do = "the replicas have loaded different files", "write the export to a new folder, and promote it"
+            what, do = "the replicas have loaded different versions", "write the export to a new folder, and promote it"
             raise errors[0] if errors else RunError(what, where=uri, do=do)
         return Export(uri, versions.pop())
 
@@ -219,18 +228,19 @@ class Coordinator:
         self._changed = asyncio.Event()
 
     async def _wait_for_replicas(self) -> dict[str, ReplicaState]:
-        """Wait until all live replicas have executed the command, and return their reports.
+        """Wait until all live replicas have executed the command, and return id → report of each replica.
 
         Raises:
-            RunError: Loading takes too long, replicas end during loading, or there are no replicas.
+            RunError: A replica takes longer than LOAD_TIMEOUT_S, more than MAX_ENDED_REPLICAS replicas end while they
+                load an export, or there are no replicas.
         """
         began, seen_replicas = monotonic(), set[str]()
         while monotonic() - began < LOAD_TIMEOUT_S:
             live = self._live()
             seen_replicas |= live.keys()
             if self._order.prepare and len(seen_replicas - live.keys()) > MAX_ENDED_REPLICAS:
-                what = f"{MAX_ENDED_REPLICAS + 1} replicas ended while they loaded the export"
-                do = "check the log of the service; the export may need more memory than is available"
+                what = f"{len(seen_replicas - live.keys())} replicas ended while they loaded the export"
+                do = "read the log of the service; the export may need more memory than is available"
                 error = RunError(f"{what}; all others keep their version", where=self._order.prepare, do=do)
                 self._publish_order()
                 raise error
@@ -241,9 +251,9 @@ class Coordinator:
                 break
             await asyncio.sleep(0.05)
         self._publish_order()
-        late = f"a replica has not executed the command within {LOAD_TIMEOUT_S:g} s"
+        late = f"a replica has not completed the promotion within {LOAD_TIMEOUT_S:g} s"
         what = late if self._live() else "no replica responds"
-        raise RunError(what, where="the service", do="check the log of the service")
+        raise RunError(what, where="the service", do="read the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that has reported within REPLICA_TIMEOUT_S."""

@@ -1,4 +1,4 @@
-"""Service on Ray Serve, whose replicas serve HTTP directly, without a proxy."""
+"""Service on Ray Serve, whose replicas serve HTTP directly, without Serve's proxy."""
 
 from __future__ import annotations
 
@@ -94,12 +94,13 @@ class Replica:
             self._follower.start(self.service, self._listener)
 
     def _join(self) -> None:
-        """Start to follow the coordinator, and return once this replica has the version that all replicas serve.
+        """Start to execute the coordinator's commands, and return once this replica serves the current version.
 
-        From then on, promotions wait for this replica. Another version may have been promoted while it loaded.
+        Another version may have been promoted while this replica loaded its first one. From now on, promotions wait for
+        this replica. A replica that follows a run returns immediately.
 
         Raises:
-            RaytrecError: The replica cannot load that version, or the coordinator does not respond.
+            RaytrecError: The replica cannot load the current version, or the coordinator does not respond.
         """
         # One thread executes the commands in order, while another thread continues to report.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
@@ -115,10 +116,11 @@ class Replica:
     def check_health(self) -> None:
         """Raise RunError if the HTTP server has ended. Serve then replaces this replica."""
         if not (self._listener and self._listener.alive):
-            raise RunError("the replica has stopped listening", where="HTTP")
+            what, do = "the HTTP server of the replica has ended", "read the log of the replica"
+            raise RunError(what, where=f"replica {self._id}", do=do)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return `busy`, the CPU seconds of this process per second since the last call.
+        """Return {"busy": CPU seconds of this process per second since the last call}.
 
         Without table shards, the maximum is about 1, because the replica reads, scores and writes in one thread.
         """
@@ -220,23 +222,28 @@ class Replica:
 
 
 def compute_replicas(context: Any) -> tuple[float, dict]:
-    """Return the number of replicas at which each is busy for TARGET_BUSY_SHARE of the time (policy for Serve)."""
+    """Return (number of replicas, {}), as Serve expects of an autoscaling policy.
+
+    With this number, each replica is busy for TARGET_BUSY_SHARE of the time. Without metrics, it does not change.
+    """
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / TARGET_BUSY_SHARE if busy else context.current_num_replicas), {}
 
 
 def app(args: dict[str, Any]) -> Any:
-    """Return the Ray Serve application, for configuration files of Serve and KubeRay.
+    """Return the Ray Serve application, for configuration files of Serve and KubeRay, after starting its coordinator.
 
-    The import path is `raytrec.serving.deployment:app`, with the keys of `ServiceOptions` as `args`.
+    The import path is `raytrec.serving.deployment:app`, with the keys of `ServiceOptions` as `args`. Replicas of an
+    earlier version of the application switch to the export.
 
     Raises:
         ConfigError: RAYTREC_SERVE_TOKEN is not set, and no_token is not true.
+        RaytrecError: There is no export, existing replicas cannot load it, or table shards need too much memory.
     """
     served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
         where, expected = "the node that builds the application", "the token that clients send"
-        do = f"set {TOKEN} on all nodes from a Secret, or no_token: true if access is restricted elsewhere"
+        do = f"set {TOKEN} on all nodes from a Secret, or set no_token: true if access is restricted elsewhere"
         raise ConfigError(f"{TOKEN} is not set", where=where, expected=expected, do=do)
     import ray
 
@@ -246,9 +253,14 @@ def app(args: dict[str, Any]) -> Any:
 
 
 def declare(service_options: ServiceOptions) -> Any:
-    """Start the service's coordinator and table shards, declare the export, and return a reference to the result.
+    """Start the missing coordinator and table shards of a service, and make its export the current one.
 
-    `ray.get` of the reference raises RunError if existing replicas cannot load the export and keep their version.
+    Returns:
+        Reference for which `ray.get` waits until existing replicas serve the export. It raises a RaytrecError if a
+        replica cannot load the export; all replicas then keep their version.
+
+    Raises:
+        RunError: There is no export, or the cluster does not have enough memory for table shards.
     """
     import ray
 
@@ -295,14 +307,16 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
 
 
 def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
-    """Start a service on the Ray cluster of this process, and return when the service responds.
-
-    The coordinator and Serve's controller start at the same time.
+    """Start a service on the Ray cluster of this process, and return when its replicas serve requests.
 
     Args:
         service_options: Options of the service.
         replicas: Minimum and maximum number of replicas; the number in between depends on the load.
         token: Token required in requests; None: no token is required.
+
+    Raises:
+        RaytrecError: There is no export, existing replicas cannot load it, or table shards need too much memory.
+        RuntimeError: A replica cannot start.
     """
     import ray
     from ray import serve

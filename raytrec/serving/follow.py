@@ -39,14 +39,14 @@ CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and n
 class Follower:
     """Consumer of a run's deltas in a replica, which loads a full export and applies the following deltas in a thread.
 
-    A delta that cannot be used is refused: the replica keeps its state, and tries again until the delta can be used
-    or a newer full export exists.
+    A delta (the changes between two steps of the run) that cannot be used is refused. The replica keeps its state, and
+    tries again until the delta can be used or a newer full export exists.
 
     Args:
         folder: Folder of deltas (export.deltas.to).
         allow_code: True if transforms of exports may name code.
-        make_maker: Function (position=…) that returns the LookupMaker for the export at this position; None: tables are
-            mapped into memory.
+        make_maker: Function called with position=POSITION of a full export, which returns the LookupMaker for this
+            export; None: tables are mapped into memory.
 
     Attributes:
         versions: Exports of the process.
@@ -55,6 +55,7 @@ class Follower:
 
     Raises:
         RaytrecError: There is no full export, or no full export can be loaded.
+        OSError: The store cannot be read.
     """
 
     def __init__(self, folder: str, allow_code: bool = False, make_maker: Callable[..., LookupMaker] | None = None):
@@ -73,7 +74,7 @@ class Follower:
         self._switch: Callable[[Callable[[], None]], None] = lambda action: action()
 
     def start(self, service: Service, listener: Listener) -> None:
-        """Follow the run in a thread until the process ends; changes are made in the event loop of the listener."""
+        """Register metrics, and follow the run in a thread, which changes the model in the listener's event loop."""
         registry = service.figures.registry
         for metric in (self._applied, self._refused):
             registry.register(metric)
@@ -91,7 +92,7 @@ class Follower:
         return 0.0 if manifest.last else max(0.0, time() - manifest.cut_unix_s)
 
     def describe(self) -> dict[str, Any]:
-        """Return the freshness of the replica, as described by Freshness in templates/openapi.yaml."""
+        """Return step, delta, seconds_behind, ended and problem, as described by Freshness in openapi.yaml."""
         manifest = self.position.manifest
         about = {"step": manifest.step, "delta": manifest.number, "seconds_behind": round(self.seconds_behind, 3)}
         return about | {"ended": manifest.last, "problem": self.problem}
@@ -120,7 +121,7 @@ class Follower:
                 sleep(RETRY_INTERVAL_S if self.problem else self._interval_s)
 
     def advance(self) -> bool:
-        """Apply the next delta or load a newer export; return False if neither is possible now."""
+        """Apply the next delta or load a newer full export; return False if the replica keeps its state."""
         try:
             advanced = self._apply_next()
             self._clear_problem()
@@ -141,10 +142,10 @@ class Follower:
         self._reasons.clear()
 
     def _apply_next(self) -> bool:
-        """Apply the next delta; return False if there is none.
+        """Apply the next delta, or with table shards several deltas; return False if the next delta does not exist yet.
 
         Raises:
-            RunError: The next delta cannot be used, or will not appear.
+            RunError: The next delta cannot be used or will not appear, or a table shard is unavailable.
             OSError: The store cannot be read.
         """
         scorer = self.versions.current.scorer
@@ -164,7 +165,8 @@ class Follower:
         """Prepare the next delta, or several usable deltas with table shards; return None if there is no next delta.
 
         Shards keep MAX_STATES states. The replica advances by fewer deltas at a time, so that the shards still have its
-        current state. If other replicas are so far ahead that they do not, the replica skips to the newest delta.
+        current state. If other replicas are so far ahead that the shards lack its next state, the replica skips to the
+        newest delta.
         """
         at_once = inf if self._skips else MAX_STATES - 1 if scorer.lookups.is_remote else 1
         prepared, schema, weights = PreparedDeltas(self._folder, scorer), scorer.manifest.data_schema, scorer.weights
@@ -197,7 +199,7 @@ class Follower:
         if reason not in self._reasons:
             self._reasons.append(reason)
             self._refused.inc()
-            _log.warning("this replica serves step %s: %s", self.position.manifest.step, reason)
+            _log.warning("this replica serves step %s until it can continue: %s", self.position.manifest.step, reason)
         if not isinstance(error, RaytrecError):
             return "a delta cannot be read; the log states the reason"
         # Clients may read this sentence without a token, but not the location of the folder.
@@ -205,9 +207,10 @@ class Follower:
         return error.what.replace(path, "…").replace(unquote(path), "…")
 
     def _heal(self) -> bool:
-        """Load the newest full export after the current delta or of a new stream; return False if there is none.
+        """Load the newest full export after the current delta; return False if there is none.
 
-        If table shards can no longer load the current state, the newest full export is loaded in any case.
+        The newest full export is loaded in any case if the folder contains the deltas of another run (another stream),
+        or if table shards can no longer load the current state.
         """
         stream, is_lost = find_stream(self._folder), self.versions.current.scorer.lookups.refusal is not None
         is_same = stream is None or stream.id == self.position.manifest.stream
@@ -222,14 +225,17 @@ class Follower:
             self._clear_problem()
 
         self._switch(replace)
-        _log.warning("this replica has loaded the full export of step %s", position.manifest.step)
+        _log.warning("this replica has loaded a newer full export, and serves step %s", position.manifest.step)
         return True
 
     def _load_newest(self, newer_than: int, background: bool) -> tuple[LoadedExports, Position] | None:
-        """Load the newest usable export after a delta and apply later deltas; return None if there is no such export.
+        """Load the newest usable full export after delta `newer_than`, and apply the deltas after the export.
+
+        Returns:
+            The export, and the position of the last applied delta; None if there is no such export.
 
         Raises:
-            RaytrecError: No export can be loaded.
+            RaytrecError: None of these exports can be loaded; the error is that of the newest one.
         """
         failure: RaytrecError | None = None
         for uri, position in iterate_exports(self._folder, newer_than):

@@ -160,18 +160,18 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
     size = int(header_length) if re.fullmatch("[0-9]{1,18}", header_length) else len(body) + 1
     if size > len(body):
         expected = f"the size of the JSON, at most {len(body):,}"
-        raise DataError(f"invalid length '{header_length}'", where=HEADER_LENGTH, expected=expected)
+        raise DataError(f"invalid length '{header_length}'", where=HEADER_LENGTH, expected=f"{expected} bytes")
     check_object_count(body[:size], limits)
     try:
         message = InferenceRequest.model_validate_json(body[:size])
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place, expected = ".".join(map(str, first["loc"])), "a request of the Open Inference Protocol"
-        raise DataError(first["msg"], where=place or "the body", expected=expected) from None
+        raise DataError(f"invalid request: {first['msg']}", where=place or "the body", expected=expected) from None
     names, is_binary = [task.column for task in scorer.manifest.tasks], message.parameters.binary_data_output
     requested = {each.name: each.parameters.binary_data for each in message.outputs} or dict.fromkeys(names)
     if len(requested) < len(message.outputs) or not requested.keys() <= set(names):
-        what, expected = "an output is unknown or requested twice", f"some of {', '.join(names)}"
+        what, expected = "an output is unknown or requested twice", f"each of {', '.join(names)} at most once"
         raise DataError(what, where="outputs", expected=expected)
     tensors = read_tensors(message.inputs, memoryview(body)[size:], scorer.columns)
     is_all = tensors.keys() <= scorer.reader.matrices.keys()
@@ -190,7 +190,8 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
         columns: Columns of the model's data, which determine the types of times.
 
     Raises:
-        DataError: The values of a tensor do not match its description, a name occurs twice, or bytes are left over.
+        DataError: A tensor has an unsupported datatype, a null, or values that do not match its description; a name
+            occurs twice; or bytes are left over.
     """
     tensors: dict[str, Tensor] = {}
     for entry in inputs:
@@ -199,9 +200,9 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             if entry.name in tensors:
                 raise ValueError("the name occurs twice")
             if entry.datatype not in ARROW_TYPES:
-                raise ValueError(f"the datatype '{entry.datatype}' is not one of {', '.join(ARROW_TYPES)}")
+                raise ValueError(f"the datatype '{entry.datatype}' is not supported")
             if (size is None) == (entry.data is None) or (size or 0) > len(binary):
-                raise ValueError("the body does not contain the values once, as data or as binary_data_size bytes")
+                raise ValueError("the values are missing, incomplete, or both in data and in binary")
             kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
             if entry.datatype == "BYTES" and place >= 0:  # times are text, as in JSON
                 kind = element if types.is_temporal(element := value_type(columns.field(place).type)) else kind
@@ -209,15 +210,17 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
             values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
             if isinstance(values, pa.Array) and values.null_count:
-                raise ValueError("the protocol does not support null")
+                raise ValueError("a value is null, which the protocol does not support")
             if len(values) != math.prod(entry.shape):
                 raise ValueError(f"there are {len(values):,} values")
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-            what, expected = get_first_line(error), f"values for {entry.shape} of type {entry.datatype}"
+            is_known, what = entry.datatype in ARROW_TYPES, get_first_line(error)
+            expected = f"{entry.datatype} values of shape {entry.shape}" if is_known else ", ".join(ARROW_TYPES)
             raise DataError(what, where=f"input {entry.name}", expected=expected) from None
         tensors[entry.name], binary = (values, entry.shape), binary[size or 0 :]
     if len(binary):
-        raise DataError(f"{len(binary):,} bytes follow the tensors", where="the body", expected="no other bytes")
+        what = f"the binary data is too long by {len(binary):,} B"
+        raise DataError(what, where="the body", expected="the binary_data_size bytes of each input")
     return tensors
 
 
@@ -272,5 +275,6 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
         else:
             arrays[name] = pa.Array.from_buffers(pa.list_(values.type, shape[1]), shape[0], [None], children=[values])
     if len({len(array) for array in arrays.values()}) > 1:
-        raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected="equal numbers")
+        expected = "the same number of rows in all inputs"
+        raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected=expected)
     return pa.table(arrays)

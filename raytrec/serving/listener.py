@@ -93,7 +93,7 @@ class Listener:
         uvicorn_.close_surplus(self._server, self.fair_connections)
 
     def close(self) -> None:
-        """Stop accepting connections, and return when all requests that have arrived are complete.
+        """Stop accepting connections, answer all requests that have arrived, and end the thread.
 
         Clients with open connections have CLOSE_GRACE_S seconds to send a request, whose response closes the
         connection. Responses that take longer than DRAIN_TIMEOUT_S are canceled.

@@ -70,7 +70,7 @@ class LoadedExports:
         """Load another export unless it is in memory, compare checksums and golden rows, and return its version.
 
         Args:
-            uri: URI of the export; None: release the prepared export.
+            uri: URI of the export; None: release the prepared export and return None.
 
         Raises:
             RunError, ConfigError: The export cannot be used.
@@ -90,11 +90,13 @@ class LoadedExports:
             RunError: The prepared export has another version.
         """
         if self._prepared is None or self._prepared.scorer.version != version:
-            raise RunError(f"{version} is not prepared", where="the service", do="prepare the export")
+            found = self._prepared.scorer.version if self._prepared else "no export"
+            what, do = f"the replica has prepared {found} instead of {version}", "promote the export again"
+            raise RunError(what, where="the service", do=do)
         self.current, self.previous, self._prepared = self._prepared, self.current, None
 
     def replace(self, loaded: LoadedExport) -> None:
-        """Serve an export that another object has loaded, and release the current and the previous export."""
+        """Serve an export of another LoadedExports, and release the current and the previous export."""
         self.current, self.previous = loaded, None
 
     def set_challenger(self, challenger: Challenger | None) -> str | None:
@@ -126,7 +128,7 @@ def load_either(
         The loaded export, and the reason why the current export could not be loaded, or None if it was loaded.
 
     Raises:
-        RaytrecError: The current export cannot be loaded, and neither can the previous one, if there is one.
+        RaytrecError: Neither export can be loaded; the error is that of the current export.
     """
     errors: list[RaytrecError] = []
     for export in filter(None, (current_export, previous_export)):
@@ -142,7 +144,7 @@ def load_either(
 
 
 def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState) -> ReplicaState:
-    """Execute a command of the coordinator, and return the report of this replica.
+    """Execute a command of the coordinator, and return the report of this replica, which contains errors.
 
     Args:
         versions: Exports of the process.

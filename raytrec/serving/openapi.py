@@ -26,7 +26,7 @@ JSON_TYPES = (types.is_integer, "integer"), (types.is_floating, "number"), (type
 
 
 class Endpoint(NamedTuple):
-    """Path of a service, which templates/openapi.yaml describes.
+    """HTTP method and path of a service, described in templates/openapi.yaml.
 
     Attributes:
         method: HTTP method.
@@ -57,7 +57,7 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 
 
 def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
-    """Return a list with an example row: a golden row if there is one, else a made-up row."""
+    """Return [row]: the first golden row, or if there is none, a row of zeros, empty lists and nulls."""
     if len(scorer.golden):
         return scorer.golden.select(scorer.columns.names).slice(0, 1).to_pylist()
     return [{field.name: _value(field.type) for field in scorer.columns}]

@@ -22,12 +22,13 @@ class ServiceOptions(Section):
     """Options of `raytrec serve`, and arguments of the service's application on KubeRay."""
 
     uri: Location
-    """Location of the export, which every node must be able to read. Existing replicas switch to it by a promotion."""
+    """Location of the export, which every node must be able to read; with follow, of the folder of deltas."""
     name: str | None = None
     """Name of the service; default: the run's name."""
     host: str = "127.0.0.1"
     """Address on which replicas listen, on each node that has a replica."""
     port: int = 8000
+    """Port on which replicas listen, on each node that has a replica."""
     no_token: bool = False
     """Serve without a token. Otherwise, an application on KubeRay requires RAYTREC_SERVE_TOKEN."""
     allow_code: bool = False
@@ -39,11 +40,11 @@ class ServiceOptions(Section):
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that are logged."""
     follow: bool = False
-    """Follow a run: uri is its folder of deltas (export.deltas.to)."""
+    """Follow a run, and serve its newest state: uri is the run's folder of deltas (export.deltas.to)."""
     table_shards: int = Field(default=0, ge=0)
     """Number of actors that hold the tables; 0: each replica maps all tables."""
     table_cache_mib: float = Field(default=64, ge=0)
-    """Maximum size of each replica's cache of rows, in MiB."""
+    """Maximum size of each replica's cache of rows from table shards, in MiB."""
     table_timeout_ms: float = Field(default=50, gt=0)
     """Timeout of a lookup in table shards, in milliseconds."""
     on_missing_shard: Literal["fail", "zeros"] = "fail"

@@ -43,14 +43,14 @@ class ReplicaMetrics:
         self._by_version += [self.shadow_requests, self.shadow_rows, self.shadow_seconds, self.shadow_difference]
 
     def keep_versions(self, versions: Collection[str]) -> None:
-        """Remove the series of all other versions."""
+        """Remove the series of all versions except `versions`."""
         for family in self._by_version:
             labels = {sample.labels["version"] for metric in family.collect() for sample in metric.samples}
             for version in labels.difference(versions):
                 family.remove_by_labels({"version": version})
 
     def collect(self, about: Mapping[str, Any], waiting: int) -> list[Metric]:
-        """Return the counters, histograms and current gauges.
+        """Return all metrics of the replica.
 
         Args:
             about: Result of describe_model for the current model.
@@ -67,7 +67,7 @@ class ReplicaMetrics:
 
 
 def describe_model(scorer: Scorer) -> dict[str, Any]:
-    """Return version, run and step of a model, the time of its export (made), and the time since then (age_s)."""
+    """Return a dict with version, run and step of a model, made (ISO time of its export) and age_s (seconds since)."""
     manifest = scorer.manifest
     age = (datetime.now(UTC) - datetime.fromisoformat(manifest.made)).total_seconds()
     return {

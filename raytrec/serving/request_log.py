@@ -53,7 +53,7 @@ class RequestLog:
 
     A file contains the rows with the model's columns and types, their scores, and the columns `_request` (id), `_time`
     (UTC), `_path` and `_version`. All rows of a file have the same version. Rows are dropped and counted if too many
-    rows are waiting, or if they cannot be converted or written, which also logs a warning.
+    rows are waiting, or with a warning if they cannot be converted or written.
 
     Args:
         uri: Folder; local, s3:// or gs://.
@@ -95,7 +95,7 @@ class RequestLog:
         return logged.id
 
     def close(self) -> None:
-        """Write the waiting requests and end the thread, within CLOSE_TIMEOUT_S."""
+        """Write the waiting requests and end the thread; wait for at most CLOSE_TIMEOUT_S seconds."""
         self._queue.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
 
@@ -138,7 +138,7 @@ class RequestLog:
                 pq.write_table(table.replace_schema_metadata({VERSION_KEY: version}), stream, compression="zstd")
             self._written.inc(len(table))
         except Exception as error:
-            _log.warning("%s: %s logged rows cannot be written: %s", hide(self._uri), len(table), error)
+            _log.warning("rows of the request log (%s) cannot be written to %s: %s", len(table), hide(self._uri), error)
             self._dropped.inc(len(table))
 
 

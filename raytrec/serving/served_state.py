@@ -4,7 +4,7 @@ A state has three parts, each with several names (tables or weights). The values
 a range of these numbers:
 
     rows    stored rows of a table (scoring/stored_tables.py), numbered by row
-    ids     pairs (id, row), int64, of a table with managed ids, numbered by the key of the id + 2⁶³
+    ids     pairs (id, row), int64, of a table with managed ids, numbered by the key (hash) of the id + 2⁶³
     dense   values of a weight of a program, PROGRAM/NAME, numbered in row-major order
 """
 
@@ -82,7 +82,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 
 
 def describe_state(scorer: Scorer) -> dict[str, Any]:
-    """Return the version, run and step of a model, and the dtype and shape of its tables, id maps and dense weights."""
+    """Return the response of /state: version, run and step of a model, and for each part name → dtype and shape."""
     run, step, _ = scorer.version.rsplit("-", 2)
     tables, precisions = scorer.manifest.data_schema.tables, scorer.manifest.precisions
     return {
@@ -110,7 +110,8 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
     lookups = scorer.lookups
     names: Mapping[str, Any] = {"rows": lookups.tables, "ids": lookups.ids, "dense": scorer.program_weights}[part]
     if (values := names.get(name)) is None:
-        raise DataError(f"there is no name '{name}'", where="name", expected=f"a name of {part} in /state")
+        expected = f"a name under {part} in the response of /state"
+        raise DataError(f"there is no name '{name}'", where="name", expected=expected)
     if part == "rows":
         table, precision = scorer.manifest.data_schema.tables[name], PRECISIONS[scorer.manifest.precisions[name]]
         count, value_bytes, read_values = table.rows, float(precision.row_bytes(table.dim)), lookups.make_reader(name)

@@ -104,13 +104,13 @@ def make_ranking_body(model, table):
         ({"times": 51}, 413, "there are 102 rows"),
         ({"body": b" " * 200_001}, 413, "the request body is too large"),
         ({"kind": "text/csv"}, 415, "the content type 'text/csv' is not supported"),
-        ({"kind": ARROW}, 400, "not an Arrow stream"),
+        ({"kind": ARROW}, 400, "not a valid Arrow stream"),
         ({"path": "/vectors?tower=items"}, 400, "there is no tower 'items'"),
         ({"headers": {"Content-Encoding": "gzip"}}, 415, "the content encoding 'gzip' is not supported"),
         ({"headers": {"Content-Length": str(10**12)}}, 413, "the request body is too large"),
         ({"token": "another"}, 401, "the token is missing or wrong"),
         ({"path": "/predictions"}, 404, "/predictions"),
-        ({"path": "/predict", "method": "GET"}, 405, "GET /predict"),
+        ({"path": "/predict", "method": "GET"}, 405, "/predict does not support GET"),
     ],
 )
 def test_bad_request_error_names_the_cause(http, served_export, change, status, words):

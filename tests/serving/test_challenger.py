@@ -1,6 +1,7 @@
 """Challengers: the share of requests, canary answers, shadow scores, their log and metrics, without Ray."""
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from test_app import get_valid_rows
 from waiting import wait_for
 
 import raytrec
-from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.scoring.manifest import read_manifest
 from raytrec.serving import shadow_queue
 from raytrec.serving.app import Service
@@ -275,6 +276,21 @@ def test_promotions_are_parsed():
 def test_rollback_command_refuses_share_and_shadow(challenger):
     with pytest.raises(ConfigError, match="either a URI or --rollback alone"):
         promote(None, service="http://127.0.0.1:9", name=None, rollback=True, **challenger)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 200 OK\r\n\r\nwelcome", b"HTTP/1.0 200 OK\r\n\r\n{}", b"220 mail\r\n"])
+def test_promotion_names_an_address_of_another_server(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+
+        def respond():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        pool.submit(respond)
+        with pytest.raises(RunError, match="the response is not that of a service"):
+            promote("films-2", service=f"http://127.0.0.1:{listening.getsockname()[1]}", name=None)
 
 
 def test_requests_during_changes_of_the_challenger_are_all_answered(served_export):

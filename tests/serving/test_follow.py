@@ -189,7 +189,7 @@ def test_refused_delta_keeps_the_state_until_it_is_repaired(steps, folder, servi
     time.sleep(0.3)
     assert service.scores({"rows": steps.table.to_pylist()}) == before
     assert service.ready()["version"] == f"small-2-{folder.checksums[2][:8]}"
-    assert caplog.text.count("this replica serves step 2") == 1
+    assert caplog.text.count("this replica serves step 2 until") == 1
     assert 'raytrec_serve_deltas_refused_total{replica="a"} 1.0' in service.figures()
     document = json.loads(service.ask("/openapi.json")[1])
     for path in ("/ready", "/health"):

@@ -125,7 +125,7 @@ def test_promotion_fails_if_the_export_ends_replicas(monkeypatch):
     made = make_coordinator()
 
     async def scenario():
-        with pytest.raises(RunError, match="2 replicas ended while they loaded the export") as error:
+        with pytest.raises(RunError, match=r"\d+ replicas ended while they loaded the export") as error:
             await made.promote("b")
         assert error.value.where == "b"
         await asyncio.sleep(0.5)

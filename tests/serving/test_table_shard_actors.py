@@ -53,7 +53,7 @@ def test_missing_actors_and_too_little_memory_are_reported(ray_cluster, export, 
     with pytest.raises(RunError, match="table shard 0 cannot be reached"):
         load(export[0], make_lookups=shard.make_lookup_maker(options, ReplicaMetrics()))
     monkeypatch.setattr(shard, "read_manifest", lambda uri: EnlargedManifest())
-    with pytest.raises(RunError, match=r"table shards need .* of memory each"):
+    with pytest.raises(RunError, match=r"table shards \(2\) need .* of memory each"):
         shard.start_shards(options)
 
 

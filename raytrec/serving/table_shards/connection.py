@@ -32,12 +32,13 @@ FAILURES = (pa.ArrowException, OSError, StopIteration)  # errors of a stream or 
 
 
 class TableState(NamedTuple):
-    """State of tables in shards.
+    """State of an export's tables, which shards load or reach by applying a run's deltas.
 
     Attributes:
         uri: Location of the export, or of the folder of deltas.
         version: Version of the export, or of the state after a delta.
-        precisions: Precisions of the stacks, such as int8,int8; the distribution of rows over shards depends on them.
+        precisions: Precisions of the stacks (tables of one dim), such as int8,int8, on which the distribution of rows
+            over shards depends.
         delta: Number of the delta that leads to the state; 0: `uri` is an export.
         is_first: True if a shard must load the state even if the shard has a later state, because a replica compares
             the golden rows of a full export.
@@ -56,7 +57,7 @@ class TableState(NamedTuple):
 
 
 def read_tls_files() -> tuple[bytes, bytes, bytes] | None:
-    """Return certificate, key and root certificates if the Ray cluster uses TLS, else None."""
+    """Return certificate, key and root certificates in PEM if the Ray cluster uses TLS (RAY_USE_TLS), else None."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return None
     names = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
@@ -213,7 +214,7 @@ class ShardConnection:
         return answer
 
     def read(self, state: TableState, stack: int, first: int, end: int) -> bytes:
-        """Return the stored bytes of the shard's rows [first, end) of a stack.
+        """Return the stored bytes of the shard's rows among the rows [first, end) of a stack.
 
         Raises:
             UnavailableError: The shard is unavailable, or does not have the state.
@@ -258,7 +259,7 @@ class ShardConnection:
         while not self._is_closed:
             try:
                 self.connect(self.state, RECONNECT_TIMEOUT_S)
-                return _log.warning("table shard %s is back", self.number)
+                return _log.warning("table shard %s is available again", self.number)
             except Exception as error:  # the shard is restarting, or its node is gone
                 cause = getattr(error, "cause", error)  # cause of a Ray error
                 is_outdated = isinstance(cause, OutdatedStateError)  # the replica only has to apply the next deltas

@@ -82,10 +82,12 @@ class LoadedTables:
         return self._position.number if self._position else 0
 
     def advance(self, delta: int) -> None:
-        """Apply the existing deltas after the newest state, up to and including this number, in one thread at a time.
+        """Apply the existing deltas after the newest state, up to and including the delta with this number.
+
+        Only one thread may call this method at a time.
 
         Raises:
-            RunError: A delta cannot be used.
+            RunError: A delta cannot be used. The deltas before it remain applied.
         """
         while self._position and self._position.number < delta:
             if (following := read_next(self.folder, self._position)) is None:
@@ -152,13 +154,13 @@ class LoadedTables:
         """Return the stored values of the shard's rows among the rows [first, end) of a stack, [n, …].
 
         Raises:
-            ValueError: The stack does not contain the rows, or the state can no longer be looked up.
+            ValueError: There is no such stack, it does not contain the rows, or the state can no longer be looked up.
         """
         if not 0 <= stack_number < len(self._stacks):
             raise ValueError(f"there is no stack {stack_number}")
         stack, (rows, _) = self._stacks[stack_number], self._manifest.stack_shapes[stack_number]
         if not 0 <= first < end <= rows:
-            raise ValueError(f"the stack has no rows {first:,} to {end:,}")
+            raise ValueError(f"rows [{first:,}, {end:,}) are not in the {rows:,} rows of stack {stack_number}")
         all_N = torch.arange(first, end)
         rows_N = all_N[self._find_own(stack, all_N)]
         stored_N = stack.read_rows(rows_N)
@@ -192,7 +194,7 @@ def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Pos
         part: (number of this shard, number of shards). A shard compares the checksums of a part of the files, so that
             all shards together check all files.
         folder: Folder of deltas; "": the tables do not change.
-        position: Delta that leads to the state of the export.
+        position: Delta that leads to the state of the export; None: the tables do not change.
 
     Raises:
         RunError: There is no export, or it is damaged.

@@ -87,14 +87,19 @@ class ShardedLookups(Lookups):
         self._uses_zeros = self._options.on_missing_shard == "zeros"
 
     def take_missing_shards(self) -> set[int]:
-        """Return the shards that this thread's lookups have missed since the last call."""
+        """Return the numbers of the shards that did not respond to lookups of this thread since the last call."""
         missing, self._missing.shards = getattr(self._missing, "shards", set()), set()
         return missing
 
     def prepare_update(
         self, deltas: Sequence[Mapping[str, RowChanges]], version: str, number: int
     ) -> Callable[[], None]:
-        """Wait until all shards have the new state, and return the function that adopts the state; see Lookups."""
+        """Wait until all shards have the new state, and return the function that adopts the state; see Lookups.
+
+        Raises:
+            UnavailableError: A shard does not have the state after UPDATE_TIMEOUT_S seconds.
+            OutdatedStateError: A shard keeps only later states.
+        """
         state = self._state._replace(version=version, delta=number, is_first=False)
         # If a shard is unavailable, the other shards must not advance, because they would drop the current state.
         self._connect(state, UPDATE_TIMEOUT_S, [each for each in self._connections if each.is_away])
@@ -127,7 +132,7 @@ class ShardedLookups(Lookups):
         return read
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
-        """Return the inputs of `needed_features`, with B rows each, and the dense columns.
+        """Return (kind, feature) → input tensor with B rows for `needed_features`, and ("dense", "") → dense columns.
 
         Raises:
             UnavailableError: A shard is unavailable or late, unless the fallback is zeros.
@@ -167,7 +172,7 @@ class ShardedLookups(Lookups):
     def _locate(
         self, place: int, ids_N: torch.Tensor, lengths_B: torch.Tensor, weights_N: torch.Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return a feature's rows in its stack, the lengths of bags, and weights. Each id of a sequence is a bag."""
+        """Return rows in the stack [N], bag lengths and weights [N] of a feature. Each id of a sequence is a bag."""
         (feature, spec), table = self._specs[place], self._tables[place]
         rows_N = self.find_table_rows(spec.table, ids_N).numpy() + table.first_row
         is_sequence = feature in self._features.sequences
@@ -184,7 +189,7 @@ class ShardedLookups(Lookups):
         """
         began, asked, missing = monotonic(), [], set[int]()
         if (size := sum(each.vector_bytes for each in lookups)) > MAX_VALUE_BYTES:
-            what, expected = f"the vectors of all ids take {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
+            what, expected = f"the vectors of all ids have {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
             raise DataError(what, where="the rows", expected=expected, do="send fewer rows per request")
         for connection in self._connections:
             stacks = [each.request(connection.number) for each in lookups]
@@ -225,5 +230,5 @@ def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -
             if not isinstance(error, TimeoutError):  # a shard that is slow to respond still serves requests
                 connection.lose(error)
             what = f"table shard {connection.number} cannot be reached: {type(cause).__name__}"
-            cause = UnavailableError(what, where="the service", do="check the log of the service")
+            cause = UnavailableError(what, where="the service", do="read the log of the service")
         raise cause from None

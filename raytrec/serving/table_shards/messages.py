@@ -7,7 +7,9 @@
                for each stack with weights float32 [p]
     response     for each stack float32 [s + b, dim]: vectors of the single rows, then sums of the bags
 
-A request has all stacks of the export in the order of its manifest. The rows of a stack are numbered over all shards.
+A stack contains the tables of one dim, one after another; a bag contains the rows whose vectors are summed for one
+feature value. A request has all stacks of the export in the order of its manifest. The rows of a stack are numbered
+over all shards.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def decode_key(request: memoryview) -> str:
     kind, size, stacks = np.frombuffer(request, np.int64, 3).tolist()
     start = 24 + 32 * stacks
     if kind != MESSAGE_FORMAT or not (0 < size <= MAX_KEY_BYTES and stacks > 0 and start < request.nbytes):
-        raise ValueError(f"the header of the request is not one of format {MESSAGE_FORMAT}")
+        raise ValueError(f"the request does not begin with a valid header of format {MESSAGE_FORMAT}")
     return bytes(request[start : start + size]).decode()
 
 

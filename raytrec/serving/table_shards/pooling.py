@@ -74,7 +74,7 @@ class RowCache:
             return is_found_N, self._vectors[found], is_new_N, self._drops
 
     def insert(self, rows_N: np.ndarray, vectors_ND: np.ndarray, drops: int) -> None:
-        """Insert rows that `find` has selected, unless `drop` has been called since then (`drops`)."""
+        """Insert rows that `find` has selected, unless `drop` has been called since `find` returned `drops`."""
         slots_N = self._find_slots(rows_N)
         with self._lock:
             if drops == self._drops:
@@ -144,7 +144,7 @@ class StackLookup:
         self._sums: list[tuple[np.ndarray, np.ndarray]] = []
 
     def request(self, shard: int) -> StackRequest:
-        """Return the request for the rows of a shard. Call this method once per shard, before the methods below."""
+        """Return the request for the rows of a shard. Call this method once, before `count_values` and `add`."""
         is_here = self._shards == shard
         single, pooled = (is_here & self._is_single).nonzero()[0], (is_here & ~self._is_single).nonzero()[0]
         bags = self._bags[pooled]
@@ -158,7 +158,7 @@ class StackLookup:
         return sum(map(len, self._parts[shard])) * self._stack.dim
 
     def add(self, shard: int, answer: np.ndarray) -> None:
-        """Add the values of a shard's response, float32 [count_values]. Without this call, the vectors are 0."""
+        """Add the values of a shard's response, float32 [count_values]. Without this call, its vectors are 0."""
         single, bags = self._parts[shard]
         values = answer.reshape(-1, self._stack.dim)
         self._vectors[self._vector_places[single]] = values[: len(single)]

@@ -139,7 +139,7 @@ class TableShard:
                 except RunError as error:
                     self._failure = error.with_traceback(None)  # a later export may replace the deltas
         if not self._find(state.key) and any(each.delta > state.delta for each in followed):
-            what = f"the state {state.version} is too old"
+            what = f"table shard {self._part[0]} no longer has the state {state.version}"
             raise OutdatedStateError(what, where=state.uri, expected="a later state")
 
     def _load(self, state: TableState) -> None:
@@ -157,7 +157,7 @@ class TableShard:
 
         Exports older than tables in memory are not loaded, because they require the same deltas.
         """
-        what = f"no full export and deltas lead to {state.version}"
+        what = f"there is no full export with deltas that lead to {state.version}"
         failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
         known = [] if state.is_first else [each.delta for each in self._list_followed(state)]
         for uri, position in iterate_exports(state.uri, max(known, default=0)):
@@ -200,12 +200,12 @@ class TableShard:
 
 
 def get_shard_name(name: str, number: int, count: int) -> str:
-    """Return the name of a shard's actor."""
+    """Return the name of the actor of shard `number` of `count` of the service `name`."""
     return f"raytrec-tables-{name}-{number}-of-{count}"
 
 
 def start_shards(service_options: ServiceOptions) -> None:
-    """Start the missing shards of a service, without waiting until the shards have loaded tables.
+    """Start the shards of a service that do not exist yet; they load tables when replicas connect.
 
     Raises:
         RunError: There is no export, or the cluster does not have enough memory.
@@ -244,9 +244,9 @@ def _check_memory(memory_bytes: int, shards: int) -> None:
 
     free = [node.get("memory", 0.0) for node in list_free_resources().values()]
     if sum(each // max(1, memory_bytes) for each in free) < shards and not has_autoscaler():
-        what = f"{shards} table shards need {format_bytes(memory_bytes)} of memory each"
-        expected = f"enough free memory; the nodes have {', '.join(map(format_bytes, free))}"
-        raise RunError(what, where="--table-shards", expected=expected, do="start more shards, or add nodes")
+        what = f"the missing table shards ({shards}) need {format_bytes(memory_bytes)} of memory each"
+        expected = f"free memory for all of them; the nodes have {', '.join(map(format_bytes, free))}"
+        raise RunError(what, where="--table-shards", expected=expected, do="increase --table-shards, or add nodes")
 
 
 def end_shards(name: str, count: int) -> None:
@@ -261,7 +261,7 @@ def end_shards(name: str, count: int) -> None:
 def make_lookup_maker(
     service_options: ServiceOptions, figures: ReplicaMetrics, position: Position | None = None
 ) -> LookupMaker:
-    """Return the function that makes the lookups of an export in the service's shards.
+    """Return the function for scoring.load.load that looks up an export's rows in the shards of a service.
 
     Args:
         service_options: Options of the service.
