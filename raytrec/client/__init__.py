@@ -1,1 +1,1 @@
-"""Start and follow runs from outside the cluster: jobs, notebooks and queries. Does not import torch."""
+"""Start and follow runs from outside the cluster: jobs, notebooks and queries; without torch."""

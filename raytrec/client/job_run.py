@@ -42,7 +42,7 @@ class JobApi(Jobs):
             raise RunError(
                 f"there is no job '{job}'",
                 where=self.address,
-                expected=f"one of the jobs {', '.join(ids[:5])}" if ids else "the id of a job; no jobs exist yet",
+                expected=f"a job id, such as {', '.join(ids[:5])}" if ids else "a job id; no jobs exist yet",
                 do="pass the job id (run.job), or open the run by its name with Cluster('ray://HOST:10001')",
             )
         return JobRun(self, job)

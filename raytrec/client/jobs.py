@@ -72,6 +72,10 @@ class Jobs:
             overrides: `section.key=value` strings.
             include: Additional files and folders that the job needs.
             root: Folder on the cluster to which relative paths refer; default: the cluster's RAYTREC_ROOT.
+
+        Raises:
+            ConfigError: The configuration is invalid, or a file cannot be uploaded.
+            RunError: The cluster does not respond, refuses the token or rejects the job.
         """
         name, config = get_config_file_name(source), load_config(source, overrides)
         patience = config.scaling.shutdown_grace_s + 30
@@ -92,7 +96,7 @@ class Jobs:
 
         Raises:
             ConfigError: The command or its environment variables contain a secret.
-            RunError: The cluster does not respond or rejects the job.
+            RunError: The cluster does not respond, refuses the token or rejects the job.
         """
         _check_no_secrets(command, runtime_env)
         name = re.sub(r"[^A-Za-z0-9_.-]", "_", name)  # the name becomes part of URLs

@@ -58,8 +58,8 @@ def news(run: str, since: dict[str, int]) -> dict[str, Any]:
         since: File name (one of GROWING_FILES) → number of bytes already read; default for a file: 0.
 
     Returns:
-        "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next call;
-            "folder": run folder; "state": running, finished, stopped, failed or interrupted; "error": parts of
+        Mapping with "lines": file → its new complete lines, up to MAX_ANSWER_BYTES; "since": argument of the next
+            call; "folder": run folder; "state": running, finished, stopped, failed or interrupted; "error": parts of
             the error of a failed run, else None; "result": content of result.json, or {} if there is none.
 
     Raises:
@@ -143,7 +143,7 @@ def run_folder(run: str) -> Path:
         raise RunError(
             f"there is no run '{run}'{format_suggestion(run, names)}",
             where=make_absolute(RUNS_FOLDER),
-            expected=f"one of {', '.join(names[:10])}" if names else "the name or folder of a run; no runs exist yet",
+            expected=f"a run, such as {', '.join(names[:10])}" if names else "the name of a run; no runs exist yet",
         )
     return folder
 

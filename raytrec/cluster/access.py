@@ -128,7 +128,7 @@ def check_cluster(address: str, address_source: str) -> None:
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        address_source: Source of the address, such as scaling.address=auto, which errors name.
+        address_source: Source of the address for errors, such as scaling.address=auto.
 
     Raises:
         RunError: No Ray cluster responds at the address, or the cluster refuses the token, requires a token that

@@ -82,8 +82,7 @@ def _forks_can_use_gpus() -> bool:
     """Return True if CUDA is not initialized in this process, so that forked processes can use GPUs.
 
     CUDA's state does not survive a fork, and torch refuses GPUs in processes forked after CUDA's initialization.
-    An open device file shows that CUDA is initialized. GPUs in WSL 2 have no device file, so the function also asks
-    torch.
+    An open device file shows that CUDA is initialized. As GPUs in WSL 2 have no device file, torch is asked as well.
     """
     places = (f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd"))
     for place in places:

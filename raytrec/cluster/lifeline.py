@@ -95,7 +95,7 @@ class RayMonitor:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return RAYLET and GCS → (host, port); {} with Ray client, which connects to neither of them."""
+    """Return {RAYLET: (host, port), GCS: (host, port)}; {} with Ray client, which connects to neither of them."""
     import ray
     from ray.util.client import ray as client
 

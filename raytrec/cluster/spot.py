@@ -64,7 +64,7 @@ class SpotFirst(NodeProvider):
 
     @staticmethod
     def on_demand(node_config: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the configuration of an on-demand machine of the same type; None if this is no spot machine."""
+        """Return the configuration of an equal on-demand machine; None if `node_config` is not for a spot machine."""
         raise NotImplementedError
 
 

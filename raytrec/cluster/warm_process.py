@@ -2,8 +2,7 @@
 
 These imports take 5 s of CPU time. A run starts about ten processes that need them, and as many again after a
 failure. The warm process imports the packages while the driver reads its configuration, and runs as long as the
-driver. Workers are requested over a Unix socket in the private folder of the local cluster
-(local_ray.py).
+driver. Ray requests workers over a Unix socket in the private folder of the local cluster (local_ray.py).
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class CheckResult:
             gradient, weights or state; name is a feature, table, optimizer state or dense parameter. absolute is
             the largest difference, error is this difference divided by the largest reference value, and limit is
             the largest error that passes. Values that are not finite are None.
-        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks}, where ranks hold the table.
+        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks (list of ranks with the table)}.
         path: Folder that contains check.json.
         world_size: Number of workers.
         seconds: Duration of the check in seconds.
@@ -64,7 +64,7 @@ class CheckResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return the metrics of the check by name, with check.CHECK.error and .absolute of each worst comparison."""
+        """Return metrics by name, such as passed, failed and, from each check's worst comparison, check.CHECK.error."""
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),

@@ -66,8 +66,7 @@ class RunConsole:
 
         Args:
             text: Description of the activity.
-            always: True to print the text even if the previous line is less than 10 s old. Without effect on a
-                terminal, where the live line always shows the text.
+            always: True to print the text even if the previous line is less than 10 s old. Ignored on a terminal.
         """
         self._progress.update(self._task, figures=to_plain_text(text))
         self._plain(text, always)
@@ -90,7 +89,7 @@ class RunConsole:
             self.note(f"resuming at step {step} with {workers} workers")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
-        """Show an event of the run: a failure that leads to a restart, a wait for workers, a save, or an early end."""
+        """Show an event that concerns the user, such as a failure followed by a restart; ignore all other events."""
         if event == "failed" and again:  # otherwise, the command prints the error that ends the run
             self.warn(f"{cause}; restarting")
         elif event == "waiting":

@@ -71,8 +71,7 @@ def open_inputs(
         key: Setting or option that names the places, for messages.
         reserve_columns: Additional columns whose values are passed through unchanged (Batch.reserved).
         reserved_by: Setting or option that names these columns, for messages.
-        trained: Sparse feature → True if its ids in the training data are text; the files must have ids of the same
-            kind. None: any kind.
+        trained: Sparse feature → True if its training ids are text; ids in the files must be of this kind. None: any.
 
     Raises:
         DataError: Files are missing or unreadable, or their columns or types do not match the schema.
@@ -126,7 +125,8 @@ def open_items(
         {"items": dataset}, or {} without eval.retrieval.
 
     Raises:
-        ConfigError, DataError: As in `select_tower_schema`, `open_inputs` and the checks of item_checks.py.
+        ConfigError: The model does not produce query and item vectors.
+        DataError: The files are invalid, an item has no unique key, or columns of the data contain other keys.
     """
     section = config.eval.retrieval
     if section is None:
@@ -264,8 +264,7 @@ def open_dataset(
         key: Configuration key of the dataset, or the option --data. For data.train, only data.partitions are read,
             and columns that only evaluations need are omitted.
         held_out: True if rows of data.train are opened for evaluations, so that no column is omitted.
-        trained: Sparse feature → True if its ids in the training data are text; the files must have ids of the same
-            kind. None: any kind.
+        trained: Sparse feature → True if its training ids are text; ids in the files must be of this kind. None: any.
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not in data.reserve_columns.

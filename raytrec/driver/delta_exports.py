@@ -67,11 +67,7 @@ class DeltaExports:
             self._start_export(saved)
 
     def finish(self, show_phase: Callable[[str, bool], None]) -> None:
-        """Wait for the export in progress and, if another export is due, start it and wait for it.
-
-        Args:
-            show_phase: RunConsole.phase, which shows the export in progress.
-        """
+        """Wait for the export in progress and, if it is due, for one more export; show both with `show_phase`."""
         self.poll()
         while self._process is not None:
             show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)

@@ -72,8 +72,7 @@ def load_evaluation_config(
         about: Entry `about` of the checkpoint's index file: configuration, schema and position of the run.
         folder: Folder of the checkpoint.
         overrides: `section.key=value` strings for the sections data, scaling, plan, train and eval, or
-            `tables.NAME.out_of_range=RULE`, where NAME may be a pattern such as `item*`, and RULE is error, clamp or
-            hash.
+            `tables.NAME.out_of_range=RULE` (error, clamp or hash), where NAME may be a pattern such as `item*`.
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
@@ -144,7 +143,7 @@ def evaluate(
 
     Raises:
         RunError: There is no checkpoint in `place`, or a worker failed.
-        ConfigError, SchemaError, DataError: As in `train`, or an override would change the model.
+        ConfigError, SchemaError, DataError: The input is invalid, or an override would change the model.
         CheckpointError: The checkpoint is damaged.
 
     Example:

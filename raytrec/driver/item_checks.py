@@ -102,9 +102,9 @@ def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset
 def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
     """Check on a sample of rows that the columns of eval.retrieval refer to items by the items' key.
 
-    These columns are the one with the right items of a row, and those with items seen before (eval.retrieval.seen).
-    The features of a row name items as well: its target item, and histories that look up the same table. The right
-    items include the target item, and seen items usually contain most of a history. The check counts how many of
+    These columns are right_items (default: item), which contains the relevant items of a row, and those in `seen`.
+    The features of a row name items as well: its target item, and histories that look up the same table. The relevant
+    items include the target item, and seen items usually include most of a history. The check counts how many of
     these items a column contains, if its values are taken as values of each column of the items. It rejects a column
     that matches another column of the items, and not the key.
 

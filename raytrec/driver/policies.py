@@ -199,7 +199,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         return ResizeDecision(workers, self.resources_per_worker)
 
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
-        """Return the number of workers that fit on the alive nodes next to other work.
+        """Return the number of workers that fit on the alive nodes in addition to other work.
 
         The resources of the group's own workers (node id → number) count as free; draining nodes do not count.
         """

@@ -47,8 +47,7 @@ class RunPlan:
         config: Resolved configuration (`resolve`).
         schema: Schema of the run.
         datasets: Datasets by name: "train"; "valid", "test" and "items" (eval.retrieval) if the run has them.
-        start: new, warm (a new run with the weights of warm_start.from), or resumed (the interrupted run in
-            config.run.dir).
+        start: new, warm (a new run with the weights of warm_start.from), or resumed (an interrupted run).
     """
 
     config: RunConfig
@@ -154,10 +153,10 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
 
 
 def check_no_redacted_values(config: RunConfig) -> None:
-    """Check that no value of a configuration has been replaced with a placeholder, as in checkpoints and in MLflow.
+    """Check that no value of a configuration is the placeholder for secrets (***) of checkpoints and MLflow.
 
     Raises:
-        ConfigError: Values have been replaced; the message names their keys.
+        ConfigError: Values are placeholders; the message names their keys.
     """
     if keys := find_hidden_keys(config.model_dump(by_alias=True, mode="json")):
         raise ConfigError(

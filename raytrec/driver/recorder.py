@@ -141,7 +141,7 @@ class Record:
         self._recent: list[RankLine] = []  # each rank's intervals since then, up to MIN_INTERVAL_S seconds
 
     def result(self, metrics: dict[str, Any], unsaved: RunError | None) -> RunError | None:
-        """Write result.json, which marks a run as finished, if the trained model has been saved.
+        """Append the metrics to metrics.jsonl. If the model is saved, mark the run as finished by writing result.json.
 
         Args:
             metrics: Content of result.json.
@@ -221,12 +221,12 @@ def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values to a file as JSON. If writing fails with an OSError, an existing file is unchanged."""
+    """Replace a file atomically with values as JSON; on an OSError, which is raised, the file is unchanged."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text to a file. If writing fails with an OSError, an existing file is unchanged.
+    """Replace a file atomically with a text; on an OSError, which is raised, the file is unchanged.
 
     A YAML file (*.yaml) that contains a secret is readable only by this user.
     """

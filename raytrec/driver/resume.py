@@ -93,8 +93,7 @@ def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
     Args:
         config: Resolved configuration of a new run.
         is_user_named: True if the user has chosen the run's name or folder, which then identifies the run.
-            Otherwise, the newest run with the same name (except date and time), settings and paths of data is
-            returned.
+            Otherwise, the newest run with the same name (except date and time), settings and data is meant.
     """
     folders = (each for each in list_earlier_folders(config, is_user_named) if (each / "config.yaml").is_file())
     unfinished = (each for each in folders if not (each / RESULT).exists())

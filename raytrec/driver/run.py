@@ -41,7 +41,7 @@ PREVIOUS_DRIVER_TIMEOUT_S = 60.0  # wait for the end of an earlier driver, in ad
 
 
 class Unfinished(RunError):
-    """Error raised after training if the model or result could not be written, or the MLflow store not be opened.
+    """Error raised after training if the model or result cannot be written, or the MLflow store cannot be opened.
 
     In the first case, the run can be resumed. In the second case, the run is complete in its run folder.
 

@@ -30,7 +30,7 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 
 
 def start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
-    """Start `raytrec` at low priority, and return its process; existing variables override `environment`."""
+    """Start `raytrec` at low priority, and return its process; this process's variables precede `environment`."""
     process = Popen(
         # --allow-code: this process has already accepted the code of the configuration.
         [sys.executable, "-P", "-m", "raytrec", *arguments, "--allow-code"],
@@ -150,7 +150,7 @@ class DeliveryProcess:
 
 
 def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
-    """Return the configuration of a run, with run.dir set to its current folder; raise the errors of `track`."""
+    """Load the configuration of a run, check tracking.enabled, and set run.dir to the run's current folder."""
     folder = check_run_folder(run).absolute()
     file = folder / CONFIG
     elsewhere = None if is_own_file(file) else describe_foreign_file(file)
