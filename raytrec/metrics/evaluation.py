@@ -29,12 +29,15 @@ MAX_SLICE_NAMES = 100_000  # maximum number of values per column whose text a ra
 class TaskRows:
     """Rows of one task that this rank evaluates, stored for the metrics and slices that cannot be computed from sums.
 
+    A slice consists of the rows with the same value in a column of eval.slices. The key of a value is an integer
+    (data.ids.compute_group_keys).
+
     Args:
         selection: Metrics and settings of the run.
         task: Name of the task.
 
     Attributes:
-        columns: Columns whose keys the metrics and slices need.
+        columns: Columns whose keys the metrics and slices need (argument `keys` of `add`).
         needed: True if any metric or slice needs rows.
     """
 
@@ -63,15 +66,14 @@ class TaskRows:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
     ) -> None:
-        """Store rows for the metrics and slices. For arguments, see BoundedRows.add."""
+        """Store rows for the metrics and slices. The arguments are those of BoundedRows.add."""
         for store in self._stores:
             store.add(logits, labels, weights, keys)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return metric values and counts by key (None if undefined), and curves; both are equal on all ranks.
+        """Return key → value of each metric and count, and curves (worker.evaluate.Curves), equal on all ranks.
 
-        This is a collective operation: every rank must call it. For the form of the curves, see
-        worker.evaluate.Curves.
+        Undefined values are None or NaN. This is a collective operation: every rank must call it once, at the end.
         """
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
@@ -82,7 +84,7 @@ class TaskRows:
         return {self._key(name): value for name, value in figures.items()}, curves
 
     def slices(self, peers: Peers, device: torch.device, names: Mapping[str, dict[int, str]]) -> dict[str, Any]:
-        """Return the metrics of slices by column (Slices.figures).
+        """Return column → result of Slices.figures.
 
         This is a collective operation: every rank must call it. `names` is column → key → text, for the slice values
         that this rank has seen.
@@ -103,7 +105,7 @@ class TaskRows:
                 curves[self._key(each.ranked_curve.__name__)] = {**points, "metric": self._key(each.name)}
 
     def _add_group_metrics(self, peers: Peers, device: torch.device, figures: dict) -> None:
-        """Compute group metrics and add them to `figures`. One part of the groups is in memory at a time."""
+        """Add group metrics and their counts to `figures`. One part of the groups is in memory at a time."""
         metrics = self._grouped
         sums: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
         distinct: list[dict[str, torch.Tensor]] = [{} for _ in metrics]
@@ -124,17 +126,14 @@ class TaskRows:
 
 
 def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW) -> torch.device:
-    """Return the CUDA device if half of its free memory can hold the rows, else the CPU.
-
-    By default, `row_bytes` is the memory per row that the AUC needs. Other devices are returned unchanged.
-    """
+    """Return `device`, or the CPU if it is a GPU and the rows (by default, of an AUC) need half of its free memory."""
     if device.type == "cuda" and rows * row_bytes > torch.cuda.mem_get_info(device)[0] // 2:
         return torch.device("cpu")
     return device
 
 
 def _sum_over_ranks(sums: list[dict[str, torch.Tensor]], peers: Peers) -> list[dict[str, torch.Tensor]]:
-    """Return the sums of several metrics over all ranks, using one collective."""
+    """Return the sums of several metrics over all ranks, float64 in host memory, using one collective."""
     values = [value for each in sums for value in each.values()]
     if not values:
         return sums
@@ -154,13 +153,13 @@ def _count_distinct(keys: torch.Tensor, peers: Peers) -> torch.Tensor:
 class Slices(BoundedRows):
     """Rows of one task with the slice of each row, at 20 bytes per row.
 
-    Once rows are binned (ranked.Scores), memory grows with the number of slices instead of the number of rows.
+    Once rows are binned (as in ranked.Scores), memory grows with the number of slices instead of the number of rows.
     """
 
     _bins: list[torch.Tensor] | None = None  # binned rows in the form returned by `_merge_slice_ties`
 
     def figures(self, peers: Peers, device: torch.device, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the largest and the worst slices of all ranks; the result is the same on every rank.
+        """Return metrics of the largest and the worst slices of all ranks; the result is the same on every rank.
 
         This is a collective operation: every rank must call it once, after all rows have been added.
 
@@ -170,9 +169,9 @@ class Slices(BoundedRows):
             names: Key → text of the slice values that this rank has seen.
 
         Returns:
-            `slices`, the total number of slices, and the lists `largest` and `worst`. The keys of a list entry
-            are slice (the value as text), rows, auc and calibration (None if undefined), and, if all labels are
-            0 or 1 and rows are binned, auc_bound.
+            A dict with `slices`, the total number of slices, and the lists `largest` and `worst` of at most
+            MAX_LISTED_SLICES dicts. Their keys are slice (the value as text), rows, auc and calibration (None if
+            undefined), and, if all labels are 0 or 1 and rows are binned, auc_bound (maximum error of auc).
         """
         if binned := peers.max_number(self._bins is not None) > 0:
             self._compact()
@@ -200,7 +199,7 @@ class Slices(BoundedRows):
         self._bins = _merge_slice_ties(*(torch.cat(pair) for pair in pairs))
 
     def _to_ties(self) -> list[torch.Tensor]:
-        """Return the stored rows, summed by slice and prediction (`_merge_slice_ties`), and discard them."""
+        """Return the rows in memory, summed by slice and prediction (`_merge_slice_ties`), and discard the rows."""
         logits, labels, weights, keys = self._concatenate_rows()
         predictions, weights = self._predict(logits.double()).double(), weights.double()
         positive = weights * labels
@@ -209,10 +208,10 @@ class Slices(BoundedRows):
 
 
 def _merge_slice_ties(keys: torch.Tensor, predictions: torch.Tensor, *sums: torch.Tensor) -> list[torch.Tensor]:
-    """Return ties, i.e. rows summed by slice and prediction, sorted by slice and descending prediction.
+    """Return rows summed by slice and prediction (ties), sorted by slice and descending prediction.
 
-    The columns are slice keys, predictions, and sums over the rows that agree in both: positive weights, negative
-    weights, weighted predictions, and numbers of rows.
+    The columns are slice keys, predictions, and sums over the rows that agree in both: weight × label, weight ×
+    (1 − label), weight × prediction, and number of rows. The arguments are the same columns before the summation.
     """
     order = predictions.argsort(descending=True)
     order = order[keys[order].argsort(stable=True)]
@@ -228,10 +227,10 @@ def _measure_slices(
 
     Returns:
         (keys, rows, metrics, goodness): the keys of the slices, int64 [S]; their numbers of rows, float64 [S];
-        metrics by name, float64 [S] each; and a value that is lowest for the worst slices, float64 [S]. The metrics
-        are auc (NaN unless `binary` is True and the slice contains both labels), calibration and, with `binary`
-        and `binned`, auc_bound. The last value is the AUC or, unless `binary` is True, −|ln calibration|; NaN for
-        slices with too few rows.
+        metric name → values, float64 [S] each; and a value that is lowest for the worst slices, float64 [S]. The
+        metrics are auc (NaN unless `binary` is True and the slice contains both labels), calibration and, with
+        `binary` and `binned`, auc_bound. `goodness` is the AUC or, unless `binary` is True, −|ln calibration|; NaN
+        for slices with too few rows (MIN_SLICE_LABEL_ROWS).
     """
     keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
     keys, slice_of = keys.unique_consecutive(return_inverse=True)
@@ -253,7 +252,7 @@ def _measure_slices(
 def _list_lowest(
     values: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, metrics: dict[str, torch.Tensor], peers: Peers
 ) -> list[dict[str, Any]]:
-    """Return the MAX_LISTED_SLICES slices of all ranks with the lowest finite values [S], in ascending order.
+    """Return key, rows and metrics of the MAX_LISTED_SLICES slices of all ranks with the lowest finite `values`.
 
     This is a collective operation: every rank must call it.
     """
@@ -268,7 +267,7 @@ def _list_lowest(
 
 
 class SliceNames:
-    """Texts of slice values, collected from the batches of an evaluation.
+    """Texts of slice values, recorded from the batches of an evaluation.
 
     Args:
         columns: Columns whose values define slices (eval.slices).
@@ -283,7 +282,7 @@ class SliceNames:
         self._places = {name: key_columns.index(name) for name in columns}
 
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged after recording their slice values."""
+        """Yield the batches unchanged, and record the texts of their slice values in `of`."""
         for batch in batches:
             if self.of and batch.reserved is not None and batch.keys is not None:
                 keys_BK = batch.keys[batch.weights > 0].numpy()

@@ -1,7 +1,8 @@
 """Ranking of all items for each row of an evaluation (eval.retrieval).
 
-The right items of a row are the items that should rank first (eval.retrieval.right_items). The items in the
-columns eval.retrieval.seen are excluded from the row's ranking, except right items.
+The right items of a row are the items that should rank first (eval.retrieval.right_items). The seen items of a row,
+which the columns eval.retrieval.seen contain, are excluded from the row's ranking, except right items. A row for
+which items are ranked is called a query.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ABSENT = 1 << 62  # rank of a right item that eval.retrieval.items does not cont
 class FullRanking:
     """Metrics of the ranking of all items for the rows of one evaluation.
 
-    A row is ranked if its label in the first task is positive and its weight in that task is not 0.
+    A row is a query if its label in the first task is positive, its weight in that task is not 0, and it has a right
+    item. Call `compute_item_vectors`, then `store_queries` and `add` for each batch, then `figures`.
 
     Args:
         selection: Metrics of the run, whose settings name the columns to read.
@@ -47,10 +49,10 @@ class FullRanking:
         self._seen, self._own_seen = 0, torch.zeros((), dtype=torch.int64, device=device)
 
     def compute_item_vectors(self, step: Any, items: Any) -> None:
-        """Compute and store the vectors of this rank's items.
+        """Compute and store the vectors of this rank's part of the items.
 
         This is a collective operation: every rank must call it before `add`. `step` is the worker.step.Step of a
-        retrieval model, and `items` is the Stream of eval.retrieval.items.
+        retrieval model, and `items` is this rank's Stream of the dataset eval.retrieval.items.
         """
         keys: list[np.ndarray] = []
 
@@ -76,11 +78,12 @@ class FullRanking:
             yield batch
 
     def _extract_queries(self, batch: Batch) -> list[torch.Tensor]:
-        """Return the queries of a batch, i.e. the rows for which items are ranked, in host memory.
+        """Return the queries of a batch in host memory.
 
         Returns:
-            [rows, right, lengths, items, seen], all int64: the rows that are queries [Q], the numbers of right items
-            and of seen items of each query [Q], and the keys of all right items [P] and of all seen items [S].
+            [rows, right, lengths, items, seen], all int64: the indices of the rows that are queries [Q], the numbers
+            of right items and of seen items of each query [Q], and the keys of all right items [P] and of all seen
+            items [S].
         """
         has_weight = batch.weights > 0
         weights = batch.weights if batch.task_weights is None else batch.task_weights[:, 0]
@@ -100,7 +103,7 @@ class FullRanking:
         return [rows, *map(torch.from_numpy, arrays)]
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the right items of each query in the oldest stored batch, and add the results to the metrics.
+        """Rank the right items of each query in the oldest stored batch, add the results to the metrics, and drop it.
 
         This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
         of the batch.
@@ -137,7 +140,7 @@ class FullRanking:
     def _compute_ranks(
         self, queries_QD: torch.Tensor, active: Sequence[int], right_3P: torch.Tensor, seen_2S: torch.Tensor
     ) -> torch.Tensor:
-        """Return the ranks of each query's right items, int64 [Q, R], ascending from 1.
+        """Return the ranks of each query's right items, int64 [Q, R], in ascending order; the best rank is 1.
 
         This is a collective operation: every rank must call it. Items without a vector and padding have rank ABSENT.
 
@@ -164,7 +167,7 @@ class FullRanking:
         return (self._peers.sum(above_QR) + offset_R).masked_fill(scores_QR == -torch.inf, ABSENT)
 
     def figures(self) -> dict[str, float | None]:
-        """Return the metrics (None if no row was ranked) and counts by key, equal on all ranks.
+        """Return key → value of each metric (None without queries) and of RANKING_COUNT_KEYS, equal on all ranks.
 
         This is a collective operation: every rank must call it.
         """
@@ -186,10 +189,10 @@ UNDECIDED_DIVISOR = 8
 
 @dataclass(frozen=True)
 class Items:
-    """Items of one rank, sorted by key.
+    """Items whose vectors one rank stores, sorted by key.
 
     Attributes:
-        keys: Item keys, int64 [N], ascending.
+        keys: Item keys (data.ids.compute_group_keys), int64 [N], ascending.
         vectors: Item vectors in the same order, float32 [N, D].
     """
 
@@ -197,14 +200,14 @@ class Items:
     vectors: torch.Tensor
 
     def find(self, keys_K: torch.Tensor) -> torch.Tensor:
-        """Return the positions of keys in `keys`, int64 [K]; -1 for items of other ranks and unknown items."""
+        """Return the index of each key in `keys`, int64 [K]; -1 for items of other ranks and unknown items."""
         if not len(self.keys):
             return torch.full_like(keys_K, -1)
         places = torch.searchsorted(self.keys, keys_K).clamp(max=len(self.keys) - 1)
         return torch.where(self.keys[places] == keys_K, places, -1)
 
     def scores(self, queries_QD: torch.Tensor, places_Q: torch.Tensor) -> torch.Tensor:
-        """Return the score of one item for each query, float32 [Q]; 0 if the position is -1."""
+        """Return the dot product of each query and the item at its index in `keys`, float32 [Q]; 0 if it is -1."""
         if not len(self.keys):
             return torch.zeros(len(places_Q), device=queries_QD.device)
         items = self.vectors[places_Q.clamp(min=0)].to(queries_QD.device).double()
@@ -219,15 +222,15 @@ class Items:
         left_out: torch.Tensor,
         cells: int,
     ) -> torch.Tensor:
-        """Return the number of items that score at least as high as each given score, int64 [Q, R].
+        """Return the number of this rank's items whose score for a query is not below each of its scores, int64 [Q, R].
 
-        Items whose score is NaN are included.
+        Items whose score is NaN are counted.
 
         Args:
             queries_QD: Query vectors.
-            scores_QR: Scores to compare with.
+            scores_QR: Scores of each query to compare with.
             active: Number of queries with a score in each column, which come first; all other results are 0.
-            left_out: Query and position of each item that is not counted, int64 [2, P]; -1: no item.
+            left_out: Query and index in `keys` of each item that is not counted, int64 [2, P]; -1: no item.
             cells: Number of scores (queries × items) per block.
         """
         device, block = queries_QD.device, max(1, cells // max(1, len(queries_QD)))
@@ -258,7 +261,7 @@ def choose_block_cells(device: torch.device) -> int:
 def compare_exact(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_QR: torch.Tensor, active: Sequence[int]
 ) -> Iterator[torch.Tensor]:
-    """Yield a mask for each column of `scores_QR`: True for items that do not score below it, bool [active, N]."""
+    """Yield, for each column of `scores_QR`, a mask of the items whose score is not below it, bool [active, N]."""
     products_QN = (queries_QD.double() @ items_ND.double().T).float()
     for scores_Q, count in zip(scores_QR.unbind(1), active, strict=True):
         yield ~(products_QN[:count] < scores_Q[:count].unsqueeze(1))
@@ -288,7 +291,7 @@ def compare_fast(
 def _decide_unsure(
     queries_QD: torch.Tensor, items_ND: torch.Tensor, scores_Q: torch.Tensor, above: torch.Tensor, unsure: torch.Tensor
 ) -> torch.Tensor:
-    """Return `above`, in which pairs marked in `unsure` are replaced by comparisons in float64."""
+    """Return `above` after replacing the entries marked in `unsure` with comparisons in float64, [Q, N]."""
     queries, positions = unsure.nonzero(as_tuple=True)
     if len(queries) * UNDECIDED_DIVISOR > unsure.numel():
         return next(compare_exact(queries_QD, items_ND, scores_Q.unsqueeze(1), [len(scores_Q)]))

@@ -1,4 +1,4 @@
-"""Groups of evaluation rows. The rows of a group are gathered from all ranks on one rank."""
+"""Groups of evaluation rows with the same value in a task's `group` column, each gathered from all ranks on one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Groups:
         weights_N: torch.Tensor,
         items_N: torch.Tensor | None = None,
     ) -> Groups:
-        """Return the groups of rows in any order; all rows of a group must be present.
+        """Return the groups formed by rows, given in any order; all rows of a group must be present.
 
         Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the metrics NaN.
         """
@@ -90,7 +90,7 @@ class Groups:
         return self.add(self.relevant)
 
     def sort_best_first(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the rows' values [N], sorted by group and, within a group, in descending order."""
+        """Return the values [N], one per row, sorted by group and, within a group, in descending order."""
         order = values_N.argsort(descending=True)
         return values_N[order[self.of[order].argsort(stable=True)]]
 
@@ -105,14 +105,14 @@ def compute_group_auc(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the AUC of each group, float64 [G], and a mask of the groups with both classes, bool [G].
 
-    Ties count half. The AUC of a group without both classes is undefined and returned as 0.
+    Ties count half. The AUC of a group with only one class is undefined and returned as 0.
 
     Args:
         of_N: Index of each row's group, as in Groups; rows are sorted by group and descending prediction.
         count: Number of groups, G.
         predictions_N: Predictions of the rows.
-        positive_N: Weight of each row's positive examples, float64.
-        negative_N: Weight of each row's negative examples, float64.
+        positive_N: Weight of each row as a positive row, float64; 0 for negative rows.
+        negative_N: Weight of each row as a negative row, float64; 0 for positive rows.
     """
 
     def add(values_N: torch.Tensor) -> torch.Tensor:
@@ -133,8 +133,8 @@ def compute_group_auc(
 class GroupRows(BoundedRows):
     """Rows of one task on this rank, stored until the ranks exchange rows to complete all groups.
 
-    A row takes 20 bytes, or 28 with its item. If there are too many rows in memory, they are appended to unnamed
-    temporary files, one per column, which the system deletes when the process ends.
+    A row takes 20 bytes, or 28 with its item. If there are more than `exact_rows` rows in memory, they are appended to
+    unnamed temporary files, one per column, which the system deletes when the process ends.
 
     Args:
         predict: Function of the task that converts logits to predictions.
@@ -150,10 +150,10 @@ class GroupRows(BoundedRows):
         self._written = 0
 
     def groups(self, peers: Peers, device: torch.device) -> Iterator[Groups]:
-        """Yield this rank's share of the groups, in parts. A group contains the rows of all ranks.
+        """Yield the groups that this rank owns, in parts. A group contains the rows of all ranks.
 
         Every part requires collective operations, so all ranks must consume the iterator; they yield the same number
-        of parts. Rows are sorted on `device`. The rows are discarded.
+        of parts. Rows are sorted on `device`, and discarded when they have been yielded.
         """
         for rows in self._parts(peers):
             logits, labels, weights, keys, *item = peers.send(rows, assign_ranks(rows[3], peers.world))
@@ -182,7 +182,8 @@ class GroupRows(BoundedRows):
         with convert_os_errors(
             "cannot write the rows of the evaluation",
             where=tempfile.gettempdir(),
-            expected=f"disk space for at least {self._written + len(order):,} rows",
+            expected=f"a writable folder with disk space for at least {self._written + len(order):,} rows of "
+            f"{sum(column.element_size() for column in columns)} bytes",
             do="free disk space, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",
         ):
             self._files = self._files or [tempfile.TemporaryFile() for _ in columns]  # noqa: SIM115
@@ -204,5 +205,5 @@ class GroupRows(BoundedRows):
 
 
 def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:
-    """Return the rank that owns each key, int64 [N]. Keys are hashed, so each rank owns about the same number."""
+    """Return the rank that owns each key, int64 [N]. Keys are hashed, so each rank owns about as many distinct keys."""
     return (hash_bits(keys_N) >> 8) % world

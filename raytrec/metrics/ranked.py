@@ -18,7 +18,7 @@ MAGNITUDE_MASK = 0x7FFFFFFF
 
 
 def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the rows that differ from the previous row in any column, bool [N]; True for the first row."""
+    """Return a mask, bool [N], of the rows that differ from the previous row in any column; True for the first row."""
     starts = torch.ones_like(columns_N[0], dtype=torch.bool)
     starts[1:] = torch.stack([column[1:] != column[:-1] for column in columns_N]).any(0)
     return starts
@@ -27,10 +27,10 @@ def mark_run_starts(*columns_N: torch.Tensor) -> torch.Tensor:
 def sum_equal_rows(
     order_N: torch.Tensor, equal: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Sum consecutive rows that have equal values.
+    """Return one row for each set of rows that have equal values, with sums over these rows.
 
     Args:
-        order_N: Row order in which equal rows are consecutive.
+        order_N: Indices of the rows in an order in which equal rows are consecutive, int64.
         equal: Columns [N] that are compared.
         sums: Columns [N] that are summed.
 
@@ -45,7 +45,7 @@ def sum_equal_rows(
 
 
 class Ties(NamedTuple):
-    """Rows summed by prediction: D distinct predictions in ascending order.
+    """Rows with equal predictions (ties) summed: D distinct predictions in ascending order.
 
     Attributes:
         predictions: Distinct predictions, float64 [D].
@@ -85,13 +85,13 @@ class Ties(NamedTuple):
 class RankedRows:
     """This rank's part of the rows of all ranks, sorted by prediction.
 
-    Lower ranks hold lower predictions, and rows with equal predictions are on the same rank.
+    Lower ranks have lower predictions, and rows with equal predictions are on the same rank.
 
     Attributes:
-        ties: This rank's part, as ties.
-        below: Sums of `positive`, `negative` and `rows` over all lower ranks, float64 [3].
+        ties: This rank's part, summed by prediction.
+        below: Sums of `positive`, `negative` and `rows` of Ties over all lower ranks, float64 [3].
         total: The same sums over all ranks, float64 [3].
-        both_classes: True if the labels contain 0 and 1 and no other value.
+        both_classes: True if the labels on all ranks contain 0 and 1 and no other value.
         peers: Ranks among which the rows are divided.
     """
 
@@ -103,7 +103,7 @@ class RankedRows:
 
     @classmethod
     def sort(cls, ties: Ties, peers: Peers, binary: bool = True) -> RankedRows:
-        """Sort all ranks' ties into parts of about equal size, and return this rank's part.
+        """Sort the ties of all ranks into parts of about equal size, and return this rank's part.
 
         This is a collective operation: every rank must call it. `binary` is True if all labels of this rank are 0 or
         1.
@@ -153,7 +153,7 @@ class BoundedRows:
     Args:
         predict: Function of the task that converts logits to predictions.
         exact_rows: Maximum number of rows kept in memory one by one (eval.max_exact_rows).
-        columns: Columns whose keys are also stored.
+        columns: Columns whose keys are stored with the rows.
     """
 
     def __init__(self, predict: Callable[[torch.Tensor], torch.Tensor], exact_rows: int, columns: Sequence[str] = ()):
@@ -166,13 +166,13 @@ class BoundedRows:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
     ) -> None:
-        """Add rows in host memory with weights above 0; if there are too many rows, compact all of them.
+        """Add rows in host memory with weights above 0. If there are then too many rows, compact all of them.
 
         Args:
             logits: Logits, float32 [n].
             labels: Labels, float32 [n].
             weights: Weights, float32 [n].
-            keys: Column → key of each row's value, int64 [n].
+            keys: Column → key of each row's value (data.ids.compute_group_keys), int64 [n].
         """
         self._pieces.append([logits, labels, weights, *(keys[name] for name in self._columns)])
         self._rows += len(labels)
@@ -180,7 +180,7 @@ class BoundedRows:
             self._compact()
 
     def _compact(self) -> None:
-        """Store the rows (`_concatenate_rows`) in a form that needs less memory."""
+        """Store the rows in memory (`_concatenate_rows`) in a form that needs less memory."""
         raise NotImplementedError
 
     def _concatenate_rows(self) -> list[torch.Tensor]:
@@ -194,14 +194,14 @@ class BoundedRows:
 class Scores(BoundedRows):
     """Rows of one task to be sorted into `RankedRows`, which take 12 bytes per row, or 24 MiB once they are binned.
 
-    Rows whose predictions agree in sign, exponent and 11 bits of fraction (to within 1/2,048 of their value) are in
-    the same bin, and count as tied.
+    Rows are binned if there are more than `exact_rows`. Rows whose predictions agree in sign, exponent and 11 bits
+    of fraction (to within 1/2,048 of their value) are in the same bin, and count as tied.
     """
 
     _bins: torch.Tensor | None = None  # float64 [3, BIN_COUNT]: positive, negative, rows
 
     def ranked(self, peers: Peers, device: torch.device) -> tuple[RankedRows, bool]:
-        """Return this rank's part of the sorted rows, and True if rows are binned.
+        """Return (this rank's part of the sorted rows of all ranks, True if rows are binned).
 
         This is a collective operation: every rank must call it once, after all rows have been added. If any rank has
         binned its rows, all ranks do so. Exact rows are sorted on `device`.

@@ -4,7 +4,7 @@ A metric is computed from sums over rows and ranks. Its base class determines th
 
     SumMetric     rows in any order; also computed during training
     RankedMetric  rows sorted by prediction, e.g. for the area under a curve
-    GroupMetric   complete groups of rows (tasks.group), e.g. all rows of one request or user
+    GroupMetric   complete groups of rows with the same value in the task's `group` column, e.g. rows of one user
 
 The decorator `@metric` sets the name of a metric and how it is displayed:
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 Direction = Literal["higher", "lower", "closer to 1"]
 DIRECTIONS = ("higher", "lower", "closer to 1", None)
-POSITIVES = "positives"  # key in SumMetric.counts: number of positives on which a ratio is based
+POSITIVES = "positives"  # key in SumMetric.counts: weighted sum of the labels on which a ratio is based
 COUNTED_ROWS = "counted_rows"  # key: number of rows that the task does not exclude by mask, label or sample weight
 # Keys of GroupMetric.counts.
 GROUPS, NO_POSITIVE, ONE_CLASS = "groups", "groups_without_positive", "groups_of_one_class"
@@ -63,7 +63,7 @@ class Metric:
         name: Name in configurations and results.
         title: Title in result tables.
         label: Short name for console lines and axes.
-        better: Direction of better values; None if no direction is better.
+        better: Direction of better values: "higher", "lower" or "closer to 1"; None if no direction is better.
         format: Format string of values, as for str.format.
         takes: Kinds of predictions that the metric supports (Loss.predicts); None: any.
         at_k: True if configurations name the metric with a cutoff k, as in recall@10.
@@ -81,22 +81,22 @@ class Metric:
 
     @staticmethod
     def sums(rows: Any, /) -> dict[str, torch.Tensor]:
-        """Return sums over this rank's rows, as scalars on the rows' device; the base class defines `rows`."""
+        """Return name → sum over this rank's rows, a scalar on their device; base classes define the type of `rows`."""
         raise NotImplementedError
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the metric value, or NaN if undefined, from float64 sums over all ranks in host memory."""
+        """Return the metric value, or NaN if undefined, from `sums` over all ranks (float64, in host memory)."""
         raise NotImplementedError
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Return additional counts by name that show how reliable the value is; empty by default."""
+        """Return name → count for counts that show how reliable the value is; empty by default."""
         return {}
 
     @staticmethod
     def ranked_curve(ranked: RankedRows) -> dict[str, list] | None:
-        """Return a curve over rows sorted by prediction, for the report.
+        """Return axis → coordinates of a curve over rows sorted by prediction, for the report; None: no curve.
 
         This is a collective operation: every rank must call it. The result is the same on all ranks.
         """
@@ -122,7 +122,7 @@ class RankedMetric(Metric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the maximum error of `figure` caused by binning predictions (eval.max_exact_rows)."""
+        """Return the maximum error of `figure` that is caused by binning predictions (eval.max_exact_rows)."""
         raise NotImplementedError
 
 
@@ -134,7 +134,7 @@ class GroupMetric(Metric):
 
     Attributes:
         needs_item: True if the task must name an `item` column.
-        left_out: Key in `counts` for the number of groups without a value.
+        left_out: Key in `counts` for the number of groups without a value, which are excluded from the mean.
     """
 
     takes = ("probability", "number", "score")
@@ -148,14 +148,14 @@ class GroupMetric(Metric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the values of groups with labels 0 and 1 from the ranks of positive rows, float64 [G].
+        """Return the value of each group from the ranks of its positive rows, float64 [G], if all labels are 0 or 1.
 
         Metrics with this method are also used in full rankings (selection.select_ranking_metrics).
 
         Args:
-            ranks_GR: Ranks of each group's positive rows, int64, from 1, ascending; padded with values above
-                any k.
-            positives_G: Number of positive rows of each group, int64, at least 1.
+            ranks_GR: Ranks of each group's positive rows, int64 [G, R], in ascending order, where the best rank is
+                1; padded with values above any k.
+            positives_G: Number of positive rows of each group, int64 [G], at least 1.
         """
         raise NotImplementedError
 
@@ -166,7 +166,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def sums(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of values, the sum of weights, and the numbers of groups and of excluded groups."""
+        """Return sums over groups: values (weighted), weight, groups (number), left_out (number without a value)."""
         values_G, counted_G = cls.of_groups(groups)
         weights_G = cls.weights(groups) * counted_G
         return {
@@ -178,7 +178,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def distinct(cls, groups: Groups) -> dict[str, torch.Tensor]:
-        """Return keys by name, int64 [n] each. The number of distinct keys over all ranks is added to the sums."""
+        """Return name → keys, int64 [n]. The number of distinct keys over all ranks is added to the sums by name."""
         return {}
 
     @classmethod
@@ -194,7 +194,7 @@ class GroupMetric(Metric):
 
 T = TypeVar("T", bound=type[Metric])
 KINDS = (SumMetric, RankedMetric, GroupMetric)
-KIND_NAMES = ", ".join(kind.__name__ for kind in KINDS)
+KIND_NAMES = " or ".join(kind.__name__ for kind in KINDS)
 
 
 def metric(
@@ -207,7 +207,7 @@ def metric(
     takes: tuple[Kind, ...] | None = None,
     at_k: bool = False,
 ) -> Callable[[T], T]:
-    """Return a class decorator that registers a metric.
+    """Return a class decorator that sets the attributes of a metric class and registers built-in metrics.
 
     Args:
         name: Name, which starts with a lower-case letter and contains lower-case letters, digits and _.
@@ -221,7 +221,7 @@ def metric(
             replaced by that number.
 
     Raises:
-        ConfigError: An argument is invalid, or the class is not a metric class.
+        ConfigError: The name, `better` or `format` is invalid, or the decorated class is not a metric class.
     """
 
     def register(cls: T) -> T:
@@ -230,12 +230,14 @@ def metric(
             raise ConfigError(
                 f"'{name}' is not a valid metric name",
                 where=where,
-                expected="a name of lower-case letters, digits and _ that is not one of " + ", ".join(sorted(RESERVED)),
+                expected="a lower-case letter, followed by lower-case letters, digits and _; none of the reserved "
+                "names " + ", ".join(sorted(RESERVED)),
             )
         if better not in DIRECTIONS:
-            raise ConfigError(f"better={better!r} is invalid", where=where, expected=", ".join(map(str, DIRECTIONS)))
+            raise ConfigError(f"better={better!r} is invalid", where=where, expected=f"one of {DIRECTIONS}")
         if not FORMAT.fullmatch(format):
-            raise ConfigError(f"format={format!r} is invalid", where=where, expected='a format string such as "{:.4f}"')
+            expected = 'a format string such as "{:.4f}", "{:.1%}" or "{:,.0f}"'
+            raise ConfigError(f"format={format!r} is invalid", where=where, expected=expected)
         if not issubclass(cls, KINDS):
             raise ConfigError(f"{cls.__name__} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
@@ -258,37 +260,39 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
         folder: Folder from which the module can be imported, in addition to Python's path.
 
     Raises:
-        ConfigError: The metric does not exist, is not a metric class, or reuses the name of a built-in metric;
-            or k is missing, less than 1, or not supported.
+        ConfigError: The metric does not exist, is not a class with @metric, or reuses the name of a built-in
+            metric; or k is missing, less than 1, or not supported.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
     cls = METRICS.find(name, WHERE, folder)
     # The class itself must be registered; a registered base class is not enough.
     if not (isinstance(cls, type) and issubclass(cls, Metric) and vars(cls).get("name")):
         raise ConfigError(
-            f"{reference} is not a metric class",
+            f"{name} is not a metric class with the decorator @metric",
             where=where,
             expected=f"a subclass of {KIND_NAMES} with @metric (raytrec/metrics/registry.py)",
         )
     if METRICS.parts.get(cls.name, cls) is not cls:
         raise ConfigError(
-            f"the metric name '{cls.name}' is already used by raytrec", where=where, expected="another name in @metric"
+            f"the metric name '{cls.name}' of {name} is already used by raytrec",
+            where=where,
+            expected="another name in @metric",
         )
     if not cls.at_k and not separator:
         return cls
     if not cls.at_k:
-        raise ConfigError(f"metric {name} does not support @{places}", where=where, expected=name)
+        raise ConfigError(f"metric {name} does not support @{places}", where=where, expected=f"{name} without @")
     if not re.fullmatch(r"[1-9]\d{0,8}", places):
         raise ConfigError(
             f"metric {name} is computed from the k highest scores, but k is {places or 'missing'}",
             where=where,
-            expected=f"an integer of at least 1 after @, such as {name}@10",
+            expected=f"an integer from 1 to 999,999,999 after @, such as {name}@10",
         )
     return specialize_at_k(cls, int(places))  # type: ignore[arg-type]
 
 
 @cache
 def specialize_at_k(metric: Any, k: int) -> Any:
-    """Return a subclass of the metric with the cutoff k. Equal arguments return the same class."""
+    """Return a subclass of a metric class with the cutoff k, named NAME@k. Equal arguments return the same class."""
     texts = {name: getattr(metric, name).replace("{k}", str(k)) for name in ("title", "label")}
     return type(metric.__name__, (metric,), {**texts, "name": f"{metric.name}@{k}", "k": k})

@@ -10,7 +10,7 @@ from raytrec.common.formatting import as_dict, as_list, parse_number
 from raytrec.metrics.registry import BOUND_SUFFIX, COUNTED_ROWS, GROUPS, NO_POSITIVE, ONE_CLASS
 from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, MetricDisplay, read_metric_displays
 
-BRIEF, IF_NONZERO = "brief", "when any"  # also shown in a brief summary; shown unless 0
+BRIEF, IF_NONZERO = "brief", "when any"  # shown also in a brief summary; shown only if the value is not 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
 RESULT_TITLES = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
     RANKED_ROWS: ("rows with a ranked item", "{:,}", ""),
@@ -58,7 +58,7 @@ class Row(NamedTuple):
         title: Title of the value.
         text: Value as text; "–" if the value is undefined.
         form: Format string of the value, as for str.format.
-        brief: True if the value belongs in a brief summary.
+        brief: True if the value is also shown in a brief summary.
     """
 
     title: str
@@ -67,13 +67,13 @@ class Row(NamedTuple):
     brief: bool
 
     def difference(self, value: float, other: float) -> str:
-        """Return the signed difference `value - other` as text."""
+        """Return the difference `value - other` as text with a sign, in the format of this row."""
         form = self.form.replace("{:", "{:+") if "{:" in self.form else "{:+}"
         return form.format(value - other)
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return the values of a result to display, as key in result.json → Row."""
+    """Return key in result.json → Row for metrics with their counts, then for RESULT_TITLES, as far as present."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
@@ -97,7 +97,7 @@ def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]
 
 
 def as_text(value: Any, form: str) -> str:
-    """Return a value formatted with `form`; "–" for None. Values that are not numbers are converted with str."""
+    """Return a value as text: numbers formatted with `form`, "–" for None, and str(value) for other values."""
     if value is None:
         return "–"
     return str(value) if isnan(parse_number(value)) else form.format(value)

@@ -18,7 +18,6 @@ from raytrec.metrics.registry import (
     FORMAT,
     METRICS,
     POSITIVES,
-    WHERE,
     GroupMetric,
     Metric,
     SumMetric,
@@ -28,6 +27,7 @@ from raytrec.metrics.registry import (
 from raytrec.tasks.task import Task, resolve_tasks
 
 DEFAULT_FORMAT = "{:.4g}"
+EXAMPLE_COLUMNS = {"group": "user_id", "item": "item_id"}
 LOSS = "loss"  # key of the training loss; with several tasks, TASK.loss is the loss of one task
 NE, LOG_LOSS = "ne", "logloss"  # names of metrics that reports use
 EVAL_PREFIX = "eval."  # prefix of evaluation keys in result.json
@@ -47,11 +47,11 @@ class MetricDisplay:
 
     Attributes:
         key: Key in messages and files: the metric's name, or TASK.NAME if the run has several tasks;
-            retrieval.NAME for metrics of full rankings.
+            retrieval.NAME for metrics of full rankings (eval.retrieval).
         title: Title in result tables (registry.Metric). If the key has a prefix (TASK or retrieval), the title
             and the label begin with this prefix.
         label: Short name for console lines and axes.
-        better: Direction of better values; None if no direction is better.
+        better: Direction of better values: higher, lower or closer to 1; None if no direction is better.
         format: Format string of values.
         sums: True if the metric is also computed during training, not only in evaluations.
     """
@@ -64,16 +64,16 @@ class MetricDisplay:
     sums: bool
 
     def text(self, value: Any) -> str:
-        """Return a value as text; "–" if the value is undefined."""
+        """Return a value as text; "–" if the value is NaN or not a number."""
         return "–" if isnan(parse_number(value)) else self.format.format(value)
 
     def loss(self, value: float) -> float:
-        """Return a number that decreases as the value improves, for comparisons of values."""
+        """Return a number that decreases as the value improves, or the value if no direction is better."""
         return {"higher": -value, "lower": value, "closer to 1": abs(value - 1)}[self.better or "lower"]
 
     @property
     def is_ratio(self) -> bool:
-        """Return True if the best value is 1."""
+        """Return True if the metric is a ratio whose best value is 1."""
         return self.better == "closer to 1"
 
     @property
@@ -99,7 +99,7 @@ class Selection:
 
     Raises:
         ConfigError: A metric does not exist, occurs twice in a task, or does not support the task; or one of
-            several tasks has the name that is reserved for full rankings.
+            several tasks has the name "retrieval", although eval.retrieval is set.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -114,17 +114,18 @@ class Selection:
                 where="tasks, eval.retrieval",
                 do="set another name for this task",
             )
-        for task in tasks:
-            metrics = [find_metric(reference, os.getcwd()) for reference in task.metrics]
+        for place, task in enumerate(tasks):
+            metrics, where = [find_metric(reference, os.getcwd()) for reference in task.metrics], f"tasks[{place}]"
             if repeated := [m.name for i, m in enumerate(metrics) if m.name in {e.name for e in metrics[:i]}]:
-                raise ConfigError(f"task {task.name} has the metric '{repeated[0]}' twice", where=WHERE)
+                what, do = f"task {task.name} has the metric '{repeated[0]}' twice", "remove one of the two"
+                raise ConfigError(what, where=f"{where}.metrics", do=do)
             for metric in metrics:
-                _check_metric_supported(metric, task)
+                _check_metric_supported(metric, task, where)
             self.of[task.name] = metrics
 
     @classmethod
     def from_config(cls, config: RunConfig, schema: Schema) -> Selection:
-        """Return the metrics of the tasks in a configuration.
+        """Return the Selection for the tasks and the section `eval` of a configuration.
 
         Raises:
             ConfigError: See `resolve_tasks` and the constructor.
@@ -132,7 +133,7 @@ class Selection:
         return cls(resolve_tasks(config.tasks, schema), config.eval)
 
     def key(self, task: str, name: str) -> str:
-        """Return the key of a task's value in messages and files."""
+        """Return the key of a task's value in messages and files: NAME, or TASK.NAME if there are several tasks."""
         return name if len(self.of) == 1 else f"{task}.{name}"
 
     @property
@@ -143,20 +144,17 @@ class Selection:
         return [_make_figure(metric, prefix) for prefix, metrics in parts for metric in metrics]
 
     def describe_metrics(self, training: bool = False) -> list[dict[str, Any]]:
-        """Return `figures` as JSON values for result.json. `read_metric_displays` is the inverse.
-
-        With `training`, the training losses are appended, for the start message of a run.
-        """
+        """Return `figures`, and with `training` also the training losses, as dicts (inverse: read_metric_displays)."""
         losses = [_make_loss_figure(prefix) for prefix in (*self.tasks, "")]
         return [asdict(figure) for figure in [*self.figures, *(losses if training else [])]]
 
     def result(self, figures: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of result.json for the last evaluation."""
+        """Return the entries of result.json for an evaluation: eval.KEY → value, and descriptions under "metrics"."""
         return {f"{EVAL_PREFIX}{key}": value for key, value in figures.items()} | {"metrics": self.describe_metrics()}
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Return key of metric → key of its number of positives, for all metrics whose best value is 1."""
+        """Return key of metric → key of its count of positives (POSITIVES), for all metrics whose best value is 1."""
         return {
             self.key(task, metric.name): self.key(task, POSITIVES)
             for task, metrics in self.of.items()
@@ -174,23 +172,24 @@ class Selection:
             where: Configuration key that contains `key`, for error messages.
 
         Raises:
-            ConfigError: No task has this metric, or the metric has no direction.
+            ConfigError: No task has this metric, or none of the metric's values are better than others.
         """
         directed = {figure.key: figure for figure in self.figures if figure.better}
         if key is None and directed:
             return min(directed.values(), key=lambda figure: (not figure.is_directed, not figure.sums))
+        what = f"{'' if key is None else f'{where} is {key}, but '}the tasks have no metric"
         key = str(key).removeprefix(EVAL_PREFIX)
         if key not in directed and len(self.of) == 1:  # the name of a single task is optional
             key = key.removeprefix(f"{next(iter(self.of))}.")
         if key in directed:
             return directed[key]
-        what = f"{where} is {key}, but the tasks have no metric with this name and a direction"
-        expected = "" if directed else "a metric with a direction in tasks.metrics"
+        what += " with this name whose values can be ranked" if directed else " whose values can be ranked"
+        expected = "" if directed else "a metric whose values are better if they are higher, lower or closer to 1"
         raise make_unknown_word_error(what, key, directed, where, expected)
 
 
 def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
-    """Return the metrics of full rankings, i.e. all metrics that can be computed from the ranks of positive rows.
+    """Return the metrics of full rankings: all built-in metrics that define `of_ranks`, those with a cutoff first.
 
     Args:
         places: Cutoffs k for metrics with a cutoff, such as recall@k.
@@ -200,33 +199,33 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     return [*at_places, *(m for m in rankable if not m.at_k)]
 
 
-def _check_metric_supported(metric: type[Metric], task: Task) -> None:
-    """Raise ConfigError if a task's predictions or columns do not support the metric."""
-    where, predicts = f"{WHERE} of task {task.name}", task.loss.predicts
+def _check_metric_supported(metric: type[Metric], task: Task, where: str) -> None:
+    """Raise ConfigError if a task's predictions or columns do not support the metric; `where` is the task's key."""
+    predicts = task.loss.predicts
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
         supported = [name for name, m in METRICS.parts.items() if m.takes is None or predicts in m.takes]
         raise ConfigError(
             f"metric {metric.name} does not support the predictions of the task's loss, which are "
             f"{PREDICTION_DESCRIPTIONS[predicts]}",
-            where=where,
+            where=f"{where}.metrics, task {task.name}",
             expected=f"one of {', '.join(supported)}",
         )
     if issubclass(metric, GroupMetric):
         needed = {"group": task.group} | ({"item": task.item} if metric.needs_item else {})
         if missing := [key for key, column in needed.items() if column is None]:
             raise ConfigError(
-                f"metric {metric.name} requires {' and '.join(missing)}, which the task does not set",
-                where=where,
-                expected="a column of data.reserve_columns",
-                do=f"set tasks.{missing[0]}, for example {missing[0]}: {missing[0]}_id",
+                f"metric {metric.name} requires {' and '.join(missing)}, which task {task.name} does not set",
+                where=f"{where}.metrics",
+                expected=f"{' and '.join(missing)} set to columns of data.reserve_columns",
+                do="set " + " and ".join(f"{where}.{key}, for example to {EXAMPLE_COLUMNS[key]}" for key in missing),
             )
 
 
 def read_metric_displays(*records: Any) -> list[MetricDisplay]:
     """Return the metrics described under "metrics" in the first record that contains valid descriptions.
 
-    Records are start messages and contents of result.json. If no record contains descriptions, raytrec's
-    built-in metrics are returned. Records may be untrusted, so invalid descriptions are skipped.
+    Records are start messages of runs and contents of result.json. If no record contains a valid description,
+    raytrec's built-in metrics are returned. Records may be untrusted, so invalid descriptions are skipped.
     """
     for record in records:
         described = record.get("metrics") if isinstance(record, Mapping) else None

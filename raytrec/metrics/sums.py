@@ -1,4 +1,4 @@
-"""Sums over rows, steps and ranks, from which metrics are computed."""
+"""Sums over rows, steps and ranks, from which metrics that need no other rows (SumMetric) are computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PENDING_STEPS, MAX_PENDING_LOGITS = 8, 1 << 22
 
 
 class MetricSums:
-    """Row counts and metric sums of all tasks: one float64 vector on the device, reduced with one all_reduce.
+    """Row counts, losses and metric sums of all tasks: one float64 vector on the device, summed with one all_reduce.
 
     The rows of MAX_PENDING_STEPS steps are stored and summed together. The GPU then runs an eighth of the
     kernels, each with eight times the work, and the host needs an eighth of the time.
@@ -47,7 +47,7 @@ class MetricSums:
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add the outputs of one step on this rank. The host does not wait for the device."""
+        """Add the outputs of one step on this rank to the sums. The host does not wait for the device."""
         self._pending.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
         if len(self._pending) == MAX_PENDING_STEPS or values >= MAX_PENDING_LOGITS:
@@ -72,7 +72,7 @@ class MetricSums:
         self._vector += torch.stack([value.detach().double() for value in sums.values()])
 
     def total(self) -> dict[str, float]:
-        """Return the sums over all ranks since the last reset, for `resume`.
+        """Return name → sum over all ranks since the last reset, for checkpoints (`resume`). Nothing is reset.
 
         This is a collective operation: every rank must call it.
         """
@@ -80,19 +80,19 @@ class MetricSums:
         return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
-        """Start from sums that `total` returned, possibly with another number of ranks."""
+        """Start from the sums that `total` returned, possibly on another number of ranks. Call before `add`."""
         self._names = list(total)
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
     def reduce(self) -> dict[str, float]:
-        """Return the metric values and counts (`figures`), and reset the sums.
+        """Return key → metric value or count (see `figures`) over all ranks, and reset the sums.
 
         This is a collective operation: every rank must call it. The host waits for the device.
         """
         return self.figures(self.take().cpu())
 
     def take(self) -> torch.Tensor:
-        """Return and reset the sums over all ranks, float64 on the device, for `figures`.
+        """Return the sums over all ranks, float64 on the device, for `figures`, and reset them.
 
         This is a collective operation: every rank must call it.
         """
@@ -103,16 +103,16 @@ class MetricSums:
         return sums
 
     def figures(self, taken: torch.Tensor) -> dict[str, float]:
-        """Return metric values and counts by key (Selection.key).
+        """Return key (Selection.key) → metric value or count.
 
         Args:
             taken: Result of `take`, in host memory.
 
         Returns:
-            The number of rows, the value and counts of each SumMetric of each task, and counted_rows of each task
-            in which rows can be excluded. In training, also the mean loss over steps weighted by rows and, if
-            there are several tasks, the mean loss of each task. Metrics and losses are NaN if they are undefined
-            or if all rows are excluded.
+            The number of rows ("rows"), the value and counts of each SumMetric of each task, and counted_rows of
+            each task in which rows can be excluded. In training, also "loss", the mean loss over steps weighted by
+            rows, and, if there are several tasks, the mean loss of each task. Metrics and losses are NaN if they are
+            undefined or if all rows are excluded.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}
@@ -137,10 +137,7 @@ class MetricSums:
         return figures
 
     def _reduce_over_ranks(self) -> torch.Tensor:
-        """Return the sums so far over all ranks.
-
-        This is a collective operation: every rank must call it.
-        """
+        """Return the sums since the last reset over all ranks. This is a collective operation."""
         self._flush()
         sums = self._tensor(self._resumed) if self._vector is None else self._vector.clone()
         if dist.is_initialized():
@@ -148,7 +145,7 @@ class MetricSums:
         return sums
 
     def _tensor(self, sums: dict[str, float]) -> torch.Tensor:
-        """Return sums as a vector in the order of the names."""
+        """Return sums (name → value) as a vector in the order of `_names`; 0 for missing names."""
         if not sums:  # avoids a copy to the GPU, which would block the host
             return torch.zeros(len(self._names), dtype=torch.float64, device=self._device)
         values = [sums.get(name, 0.0) for name in self._names]

@@ -21,7 +21,8 @@ ETA = 1e-12  # TorchRec's bound on probabilities inside logarithms
 def sum_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     """Return the weighted sums over rows of the cross-entropy in bits, 1, the label, and 1 - label.
 
-    For class predictions, the last two sums are the total weight and 0.
+    Their names are cross_entropy_sum, weighted_num_samples, pos_labels and neg_labels. For class predictions, the last
+    two sums are the total weight and 0.
 
     Source: torchrec.metrics.ne.get_ne_states.
     """
@@ -48,7 +49,7 @@ def _sum_class_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
 class LogLoss(SumMetric):
     """Mean cross-entropy per row in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w.
 
-    For class predictions: -Σ w ln p_label ÷ Σ w.
+    w is the weight of a row, y the label and p the prediction. For class predictions: -Σ w ln p_label ÷ Σ w.
 
     Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats.
     """
@@ -66,7 +67,7 @@ class LogLoss(SumMetric):
 
 @metric("ne", title="NE (normalized entropy)", label="NE", better="lower", takes=("probability",))
 class NE(SumMetric):
-    """Cross-entropy ÷ cross-entropy of always predicting the mean label; NaN if all labels are 0 or all are 1.
+    """Cross-entropy ÷ the cross-entropy of always predicting the mean label; NaN if all labels are 0 or all are 1.
 
     Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
     """
@@ -90,7 +91,7 @@ HALF = 0.5
 
 
 class _Mean(SumMetric):
-    """Base class of metrics whose value is the first of two sums ÷ the second."""
+    """Base class of metrics whose method `sums` returns two sums, and whose value is the first ÷ the second."""
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -143,7 +144,7 @@ class RMSE(SumMetric):
 
 @metric("accuracy", better="higher", takes=("probability", "classes"))
 class Accuracy(_Mean):
-    """Share of correct predictions, Σ w [correct] ÷ Σ w; NaN without rows.
+    """Weighted share of correct predictions, Σ w [prediction is correct] ÷ Σ w; NaN without rows.
 
     A probability is correct if prediction and label are both above 0.5, or neither is. A class prediction is
     correct if the class with the highest probability is the label; among ties, the first class counts.
@@ -164,10 +165,10 @@ NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal n
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
-    """Return a reliability diagram: the weighted mean prediction, weighted mean label and number of rows of each bin.
+    """Return the reliability diagram over NUM_RELIABILITY_BINS bins of about equal numbers of rows.
 
-    This is a collective operation: every rank must call it. The keys are predicted, actual and rows. The result is
-    None unless the labels contain 0 and 1 and no other value.
+    The keys are predicted, actual and rows: the weighted mean prediction, weighted mean label and number of rows of
+    each bin. The result is None unless the labels contain 0 and 1 and no other value. All ranks must call it.
     """
     import torch
 
@@ -205,19 +206,19 @@ class Calibration(SumMetric):
 
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
-        """Return the ratio of predictions to labels."""
+        """Return the sum of predictions ÷ the sum of labels."""
         labels = sums["calibration_denom"]
         return float(sums["calibration_num"] / labels) if labels else float("nan")
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weighted sum of labels, n; the relative standard error of the ratio is about 1 ÷ √n."""
+        """Return {POSITIVES: n}, the weighted sum of labels; the ratio's relative standard error is about 1 ÷ √n."""
         return {POSITIVES: sums["calibration_denom"]}
 
 
 @metric("ece", title="ECE (expected calibration error)", label="ECE", better="lower", takes=("probability",))
 class ECE(SumMetric):
-    """Expected calibration error Σ_b |Σ w p - Σ w y| ÷ Σ w over 15 bins b of equal width; NaN without rows.
+    """Expected calibration error: Σ over 15 bins of |Σ w p - Σ w y|, divided by the total weight; NaN without rows.
 
     The value is the mean over bins, weighted by row weights, of the distance between mean prediction and mean
     label. Bin b contains predictions in [b/15, (b+1)/15); the last bin includes 1.
@@ -228,7 +229,7 @@ class ECE(SumMetric):
 
     @staticmethod
     def sums(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
-        """Return the sum of weights and, for each bin, the weighted sum of differences prediction - label."""
+        """Return weight, the sum of weights, and bin<i>, the weighted sum of prediction - label in bin i from 0."""
         places_B = (outputs.predictions * NUM_ECE_BINS).long().clamp(0, NUM_ECE_BINS - 1)
         weights_B = outputs.weights.double()
         off_B = weights_B * (outputs.predictions.double() - outputs.labels)

@@ -61,7 +61,10 @@ class AUC(RankedMetric):
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the weights of correctly ordered pairs (with half of the ties), half of the ties, and each class."""
+        """Return the weights of correctly ordered pairs (with half of the ties), half of the ties, and each class.
+
+        The keys are pairs, tied, positive and negative. A pair is counted on the rank of its positive row.
+        """
         positive, negative = ranked.ties.positive, ranked.ties.negative
         tied = positive * negative / 2
         return {
@@ -73,12 +76,12 @@ class AUC(RankedMetric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the share of correctly ordered pairs."""
+        """Return the weighted share of correctly ordered pairs, where ties count half."""
         return sums["pairs"] / (sums["positive"] * sums["negative"])
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return half of the share of pairs in which both rows are in the same bin.
+        """Return half of the weighted share of pairs in which both rows are in the same bin.
 
         Such a pair counts half, whereas it would count 0 or 1 in the exact order.
         """
@@ -97,7 +100,7 @@ class PRAUC(RankedMetric):
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the weighted sums of precision and of its maximum error due to binning, and the positive weight."""
+        """Return the sums over positive rows of weight × precision, weight × its maximum error (off), and weight."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.
         above_1 = (ranked.total[0] - ranked.sum_below(0) - positive).clamp(min=0)
@@ -120,13 +123,13 @@ class PRAUC(RankedMetric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the largest change that the best or worst order of rows within bins can cause."""
+        """Return the largest error of the value if rows in the same bin are in the best or worst order."""
         return sums["off"] / sums["positive"]
 
 
 @metric("recall", title="recall at {k}", label="recall@{k}", better="higher", at_k=True)
 class Recall(GroupMetric):
-    """Mean over groups of the share of positive rows that are among the group's k highest predictions.
+    """Weighted mean over groups of the share of positive rows that are among the group's k highest predictions.
 
     Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
     """
@@ -139,7 +142,7 @@ class Recall(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the recall from the ranks of positive rows."""
+        """Return the recall of each group from the ranks of its positive rows (see GroupMetric.of_ranks)."""
         return (ranks_GR <= cls.k).sum(1).double() / positives_G
 
 
@@ -152,19 +155,19 @@ class HitRate(GroupMetric):
 
     @classmethod
     def of_groups(cls, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return 1 for groups with a hit, else 0, and a mask of groups with positive rows."""
+        """Return 1 for groups with a positive row in the first k rows, else 0, and a mask of groups with positives."""
         hits = groups.add(groups.relevant & (groups.ranks <= cls.k))
         return (hits > 0).double(), groups.positives > 0
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return 1 for groups with a hit, else 0."""
+        """Return 1 for groups with a positive row among the first k rows, else 0."""
         return (ranks_GR <= cls.k).any(1).double()
 
 
 @metric("mrr", title="MRR (mean reciprocal rank)", label="MRR", better="higher")
 class MRR(GroupMetric):
-    """Mean over groups of 1 ÷ the rank of the first positive row.
+    """Weighted mean over groups of 1 ÷ the rank of the first positive row, where the best rank is 1.
 
     Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
     """
@@ -180,13 +183,13 @@ class MRR(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the reciprocal of each group's first rank."""
+        """Return the reciprocal of the best rank of each group's positive rows."""
         return 1 / ranks_GR[:, 0].double()
 
 
 @metric("map", title="MAP (mean average precision) at {k}", label="MAP@{k}", better="higher", at_k=True)
 class MeanAveragePrecision(GroupMetric):
-    """Mean over groups of the average precision: Σ precision at rank r ÷ min(k, number of positive rows).
+    """Weighted mean over groups of the average precision: Σ precision at rank r ÷ min(k, number of positive rows).
 
     The sum is over the ranks r ≤ k of positive rows. The precision at rank r is the share of positive rows among
     the first r rows. Among equal predictions, negative rows come first. Groups without a positive row are
@@ -205,7 +208,7 @@ class MeanAveragePrecision(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the average precision from the ranks of positive rows."""
+        """Return the average precision of each group from the ranks of its positive rows."""
         reached = ranks_GR.new_ones(ranks_GR.shape).cumsum(1)
         precision_GR = reached / ranks_GR.double() * (ranks_GR <= cls.k)
         return precision_GR.sum(1) / positives_G.clamp(max=cls.k)
@@ -213,7 +216,7 @@ class MeanAveragePrecision(GroupMetric):
 
 @metric("ndcg", title="NDCG at {k}", label="NDCG@{k}", better="higher", at_k=True)
 class NDCG(GroupMetric):
-    """Mean over groups of DCG@k ÷ the DCG@k of the best order, where DCG@k = Σ label ÷ log2(1 + rank), rank ≤ k.
+    """Weighted mean over groups of DCG@k ÷ DCG@k of the best order; DCG@k is Σ label ÷ log2(1 + rank) over ranks ≤ k.
 
     The label is the gain, as in scikit-learn's ndcg_score; the gain of negative labels is 0. Among equal
     predictions, the lowest label comes first, whereas scikit-learn averages over all orders of the ties. Groups
@@ -231,7 +234,7 @@ class NDCG(GroupMetric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the NDCG from the ranks of positive rows, each with gain 1."""
+        """Return the NDCG of each group from the ranks of its positive rows, each with gain 1."""
         reached = ((ranks_GR + 1.0).double().log2().reciprocal() * (ranks_GR <= cls.k)).sum(1)
         places = ranks_GR.new_ones(cls.k).cumsum(0)
         return reached / (places + 1.0).double().log2().reciprocal().cumsum(0)[positives_G.clamp(max=cls.k) - 1]
@@ -260,7 +263,7 @@ class Coverage(GroupMetric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the share of distinct items that are among the k highest predictions."""
+        """Return the number of distinct items among the k highest predictions of a group ÷ the number of all items."""
         return sums["shown"] / sums["items"]
 
     @classmethod
@@ -288,5 +291,5 @@ class GAUC(GroupMetric):
 
     @classmethod
     def weights(cls, groups: Groups) -> torch.Tensor:
-        """Return the impressions of each group."""
+        """Return the impressions of each group, float64 [G]."""
         return groups.add(groups.weights)
