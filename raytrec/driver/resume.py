@@ -311,7 +311,7 @@ def _describe_matching_parameters(config: RunConfig, schema: Schema, saved: dict
     names, more = ", ".join(initial[:MAX_SHOWN_PARAMETERS]), len(initial) - MAX_SHOWN_PARAMETERS
     return (
         f"warm_start.dense=matching loads {len(shapes) - len(initial)} of {len(shapes)} dense parameters and buffers; "
-        f"{names}{f' and {more} more' if more > 0 else ''} get initial values"
+        f"newly initialized: {names}{f' and {more} more' if more > 0 else ''}"
     )
 
 

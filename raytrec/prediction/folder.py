@@ -270,7 +270,7 @@ def check_output_folder(out: str, data: str) -> str:
 
 
 def read_verified(uri: str) -> pa.Table:
-    """Read a Parquet file and verify the checksums of its pages."""
+    """Return the content of a Parquet file; raise OSError if the checksum of a page does not match."""
     filesystem, path = open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         return pq.ParquetFile(file, page_checksum_verification=True).read()

@@ -201,7 +201,7 @@ def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[lis
 
 
 class SpanOrder:
-    """Order in which ranks read their spans. It has the methods of data.order.Order that Stream calls.
+    """Order in which ranks read their spans, with the methods of data.order.Order that data.stream.Stream calls.
 
     All ranks take as many steps as the rank with the most batches. Every batch is padded to `batch_rows` rows.
 
@@ -229,7 +229,7 @@ class SpanOrder:
         return self._whole[step]
 
     def shares(self, rows: int | None, step: int, rank: int, world: int) -> list[tuple[int, int]]:
-        """Return [(0, number of rows in the rank's batch)], because lane 0 is the only lane."""
+        """Return [(0, number of rows in the rank's batch)]: the rank has one lane (data/order.py), number 0."""
         return [(0, self.local_rows(rank, step))]
 
     def padded_rows(self, rows: int | None, step: int, world: int) -> int:

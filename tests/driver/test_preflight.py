@@ -319,9 +319,9 @@ def test_warm_start_names_initialized_dense_parameters(monkeypatch):
 
     (line,) = check_start("model.top_mlp=[16,16]")
     initial = ", ".join(f"head.model.top.{name}" for name in ("0.weight", "2.weight", "2.bias"))
-    expected = f"warm_start.dense=matching loads 7 of 10 dense parameters and buffers; {initial} get initial values"
+    expected = f"warm_start.dense=matching loads 7 of 10 dense parameters and buffers; newly initialized: {initial}"
     assert line == expected
     (line,) = check_start("model.top_mlp=[9,9,9]")
-    assert "loads 5 of 12" in line and line.endswith("head.model.top.4.weight and 2 more get initial values")
+    assert "loads 5 of 12" in line and line.endswith("head.model.top.4.weight and 2 more")
     tensors["dense/head.model.top.0.weight/value"] = {"shape": [16, 11]}
     assert check_start("model.top_mlp=[16]") == ["warm_start.dense=matching loads all 8 dense parameters and buffers"]

@@ -116,7 +116,7 @@ def test_warm_start_grows_and_resets_tables(first, tiny_data, tmp_path, capfd):
 
 
 @pytest.mark.survive
-def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
+def test_warm_start_shrinks_and_drops_tables(first, tmp_path, capfd):
     """The new data has 30 users and no tags; dense layers of another shape get initial values."""
     data = parquet.write_dataset(tmp_path / "d")
     for path in data.glob("*/*.parquet"):
@@ -138,6 +138,9 @@ def test_warm_start_shrinks_and_drops_tables(first, tmp_path):
     with pytest.raises(SchemaError, match="table tag is missing in the schema, but 12 × 8 in"):
         train(tables={"user": "resize"}, dense="matching")
     second = train(tables=tables, dense="matching")
+    said = " ".join(capfd.readouterr().err.split())
+    assert "warm_start.dense=matching loads 7 of 8 dense parameters and buffers;" in said
+    assert "newly initialized: head.model.top.0.weight" in said
     old, new = (checkpoints.read_tensors(checkpoints.newest_checkpoint(run.path)) for run in (first, second))
     torch.testing.assert_close(new["tables/user/weight"], old["tables/user/weight"][:30], rtol=0, atol=1e-12)
     dense = [n for n in new if n.startswith("dense/") and n.endswith("/value")]
