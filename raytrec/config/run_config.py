@@ -65,7 +65,7 @@ class RunConfig(Section):
     tasks: list[TaskSection] = Field(
         default_factory=lambda: [TaskSection()],
         min_length=1,
-        description="Tasks to learn; default: the schema's label, with binary cross-entropy.",
+        description="Tasks to learn; default: the schema's first label, with binary cross-entropy.",
     )
     optim: OptimSection = Field(default_factory=OptimSection)
     plan: Annotated[PlanSection, Mark.FREE] = Field(default_factory=PlanSection)

@@ -135,7 +135,7 @@ def _check_local(value: str) -> str:
 
 
 class TablePlan(Section):
-    """Constraints on the plan of a table. The planner chooses all settings that are null."""
+    """Constraints on the plan of a table. The planner chooses sharding_type, ranks and compute_kernel if null."""
 
     sharding_type: Sharding | None = None
     """Division of the table among ranks (docs/sharding.md)."""

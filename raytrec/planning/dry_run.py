@@ -221,7 +221,7 @@ class ClusterEstimator:
 
 
 def compute_hourly_price(estimate: ClusterEstimate, prices: Mapping[str, float]) -> float | None:
-    """Return the hourly price of an estimate's cluster, or None if `prices` does not contain its machine type."""
+    """Return the hourly price of an estimate's cluster; None without a machine type whose price is in `prices`."""
     machine = estimate.cluster.machine
     price = prices.get(machine.name) if machine else None
     return None if price is None else estimate.cluster.hosts * price

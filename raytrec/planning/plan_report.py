@@ -210,7 +210,7 @@ def _describe_problems(plans: Plans, estimate: ClusterEstimate) -> list[str]:
     places = {"device": "GPU memory" if plans.get_device(estimate) == "cuda" else "memory"}
     places |= {"host": "host memory", "disk": "disk space"}
     if estimate.refusal:
-        lines.append(f"{name} does not fit: {estimate.refusal.what}; expected {estimate.refusal.expected}")
+        lines.append(f"{name} has no plan: {estimate.refusal.what}; expected {estimate.refusal.expected}")
         needed, free = estimate.table_memory_gib
         more = f"{needed - free:.1f} GiB more than" if needed > free else "out of"
         lines.append(f"  tables need {needed:.1f} GiB with optimizer state, {more} the {free:.1f} GiB available")
