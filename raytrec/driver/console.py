@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from raytrec.cluster.session import is_job_driver
+from raytrec.common.formatting import format_count
 from raytrec.common.messages import ENDED_EARLY, PROFILED
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.metrics.results import build_slice_tables, format_result
@@ -86,7 +87,7 @@ class RunConsole:
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
         self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
         if step:
-            self.note(f"resuming at step {step} with {workers} workers")
+            self.note(f"resuming at step {step} with {format_count(workers, 'worker')}")
 
     def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
         """Show an event that concerns the user, such as a failure followed by a restart; ignore all other events."""

@@ -3,8 +3,7 @@
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can reply to all).
 A heartbeat contains the rank's step, its phase, and its ticks, a counter that increases whenever the rank makes
 progress. The reply is the current command. A rank without heartbeats has died, hangs or is disconnected; ranks with
-heartbeats but without progress wait for one another. The coordinator detects both cases, and reports each in one
-sentence.
+heartbeats but without progress wait for one another. The coordinator reports both cases in one sentence.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ class RankState:
     """State of a rank as known to the coordinator: its process and its last progress.
 
     Attributes:
-        rank: Rank of the process in its worker group.
-        pid: Process id on the node.
+        rank, pid: Rank of the process in its worker group, and the process id on the node.
         node: Address of the rank's node.
         node_id: Ray's id of that node.
         progress: Progress in the last heartbeat.

@@ -60,7 +60,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
-            "the key of an item is missing", where=_place(items, column, int(missing[0])), expected="a value"
+            "the key of an item is missing", where=_place(items, column, int(missing[0])), expected="a key per item"
         )
     order = np.argsort(keys, kind="stable")
     if len(duplicates := order[1:][keys[order[1:]] == keys[order[:-1]]]):

@@ -192,8 +192,8 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
             f"machine has {memory / GIB:,.1f} GiB of memory{disk}",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected=f"tables that fit in memory{' and on disk' if uses_disk else ''}",
-            do="reduce rows (out_of_range: hash maps any id into range) or dim; train on a cluster; or store "
-            f"large tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap",
+            do="reduce rows (out_of_range: hash maps any id into range) or dim; or train on a cluster"
+            + ("" if uses_disk else f"; or store tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap"),
         )
 
 

@@ -70,7 +70,7 @@ def test_check_fit_rejects_unsupported_cuda_graphs():
         ({"metrics": ["auc", "nee"]}, [], "there is no metric 'nee'; did you mean 'ne'?"),
         ({"metrics": ["mine:Hits"]}, [], "the module has no attribute 'Hits'"),
         ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, but the tasks have no metric"),
-        ({"metrics": []}, ["checkpoint.keep_best=1"], "a metric with a direction"),
+        ({"metrics": []}, ["checkpoint.keep_best=1"], "no metric whose values can be ranked"),
         ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),
     ],
 )

@@ -160,7 +160,7 @@ def test_stopped_worker_container_lets_the_run_save(cluster: PodmanEngine):
         job.wait(60)
     print("".join(seen))
     assert any("nodes will be preempted: saving" in line for line in seen)
-    assert "with 1 workers" in seen[-1]
+    assert "with 1 worker" in seen[-1]
 
 
 def test_jupyter_requires_its_token(cluster: PodmanEngine):
