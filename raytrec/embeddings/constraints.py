@@ -197,7 +197,7 @@ MEMORY_FILESYSTEMS = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
 def resolve_kernel(device: str, kernel: str | None) -> str | None:
     """Return the compute kernel if it stores a table outside the device's memory, else None.
 
-    UVM kernels store tables in host memory. On CPU, this is the device's memory, so the result is None.
+    UVM kernels store tables in host memory. On CPU, this is the device's memory, so the result for them is None.
 
     Args:
         device: cpu or cuda.
@@ -208,7 +208,7 @@ def resolve_kernel(device: str, kernel: str | None) -> str | None:
 
 
 def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
-    """Return TorchRec's compute kernels (without fused_mmap) for tables whose compute_kernel is not set.
+    """Return the compute kernels, except fused_mmap, from which the planner may choose if a table does not set one.
 
     Args:
         config: Configuration of the run.
@@ -238,9 +238,9 @@ def measure_free_disk(config: RunConfig) -> int:
 
 
 def advise_disk_space(config: RunConfig, is_full: bool = True) -> str:
-    """Return advice for a folder that cannot hold table files, with the command that resumes a begun run.
+    """Return advice for a folder that cannot hold table files: free up space if `is_full`, or set plan.mmap_dir.
 
-    The advice is to free up space, if `is_full` is True, or to set plan.mmap_dir.
+    If the run folder already contains a run, the advice includes the command that resumes the run.
     """
     do = "free up space, or set plan.mmap_dir to a folder on another disk" if is_full else ""
     do, run = do or "set plan.mmap_dir to a writable folder on a local disk", Path(config.run.dir or "")

@@ -102,7 +102,7 @@ def find_key_owners(keys: torch.Tensor, world: int) -> tuple[torch.Tensor, torch
 def assign_fallback_rows(keys: torch.Tensor, first: int | torch.Tensor, rows: int | torch.Tensor) -> torch.Tensor:
     """Return the fallback row of each key, int64 [n].
 
-    Ids without a row of their own share the last rows of their table, the fallback rows.
+    Ids without a separate row share the last rows of their table, the fallback rows.
 
     Args:
         keys: Keys, int64 [n].

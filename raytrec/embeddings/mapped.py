@@ -251,8 +251,8 @@ class HotRowCache:
     def _write_back(self, slots: torch.Tensor) -> None:
         """Write the rows in these slots back to the file.
 
-        The rows must have changed since the last `flush`. A save that began with this flush has already copied
-        the previous values of such rows (checkpoint/snapshot.py), and can still be reading other rows of the file.
+        The rows must have changed since the last `flush`: a save that began with this flush reads the other rows
+        from the file, and has already copied the previous values of these rows (checkpoint/snapshot.py).
         """
         if not len(slots):
             return

@@ -27,7 +27,7 @@ class ScaledCodec(QuantizedCommCodec):
     """FBGEMM's codec for one direction of collectives (plan.qcomms), with a custom scale and group size.
 
     FBGEMM's codec divides by its scale while values are still fp16, so small gradients are lost despite the scale.
-    Its fixed groups of 32 int8 values do not match the widths of most tables.
+    Its groups of 32 int8 values require that the number of exchanged values is a multiple of 32.
 
     Args:
         precision: fp32, fp16, bf16 or int8.

@@ -88,7 +88,7 @@ def add_row_gradients(out_RD: torch.Tensor, rows_R: torch.Tensor, key: KeyLookup
 
 
 def split_bags(key: KeyLookups) -> KeyLookups:
-    """Return a copy of a key in which each id is a bag of its own with weight 1."""
+    """Return a copy of a key in which each id is a separate bag with weight 1."""
     ones = torch.ones_like(key.ids)
     return KeyLookups(key.ids, torch.arange(len(key.ids), device=key.ids.device), ones.float(), ones)
 

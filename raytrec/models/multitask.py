@@ -190,7 +190,7 @@ class ESMM(nn.Module):
     """ESMM: P(click and conversion) = P(click) · P(conversion | click), with two towers that share the embeddings.
 
     Ma et al. 2018, arXiv:1804.07931. The click tower returns the click logit a, with P(click) = σ(a). The
-    conversion tower returns b, with P(conversion | click) = σ(b), which has no label of its own. The output for the
+    conversion tower returns b, with P(conversion | click) = σ(b), which has no separate label. The output for the
     conversion task is the logit of p = σ(a) · σ(b), so the conversion tower is trained on all impressions.
     Since (1 − p) ÷ p = (1 + e⁻ᵃ)(1 + e⁻ᵇ) − 1, the logit of p is −ln(e⁻ᵃ + e⁻ᵇ + e⁻ᵃ⁻ᵇ), which is accurate
     even for p near 0 or 1. P(conversion | click) is the quotient of the two predictions.

@@ -1,7 +1,7 @@
 """Replace managed ids in batches with table rows.
 
 Each id is owned by one rank, which maps the id to a row. The ids of all tables are sent to their owners in one
-exchange, and the rows are returned in another. Ids without a row of their own share their table's fallback rows.
+exchange, and the rows are returned in another. Ids without a separate row share their table's fallback rows.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class FreeRows:
     """Rows of a table that are not assigned to an id; the same on all ranks.
 
     Attributes:
-        handed: Number of rows that have been assigned at least once; all other rows are free.
+        handed: Number of rows that have been assigned at least once; rows that have never been assigned are free.
         left: Rows whose ids have been removed, int64 [n], in the order in which they will be reassigned.
     """
 
@@ -69,7 +69,7 @@ class MapState:
     """Content of a table's map from ids to rows, on one, some or all ranks.
 
     Attributes:
-        rows: Keys with a row; their fields are row, sightings and last (step of the last sighting).
+        rows: Keys with a row; their fields are row, sightings (occurrences in training) and last (step of the last one).
         waiting: Keys not yet seen often enough for a row; their fields are sightings and last.
         free: Rows without an id.
     """

@@ -1,6 +1,6 @@
 """Admission and eviction policies for managed ids, which get table rows (are admitted) and lose them (are evicted).
 
-All decisions are functions of the seed and of the ids that all ranks together have seen.
+All decisions are functions of the seed and of the sightings (occurrences in training batches) of ids on all ranks.
 """
 
 from __future__ import annotations

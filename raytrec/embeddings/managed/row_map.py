@@ -85,7 +85,7 @@ class RowMap:
         return (step - last.long()).clamp(min=0)
 
     def audit(self) -> MapAudit:
-        """Return the counts needed to check that the map from ids to rows is one to one over all ranks."""
+        """Return this rank's counts, with which `is_one_to_one` checks the map from ids to rows over all ranks."""
         maps, table, peers = self._maps, self._table, self._maps.peers
         free, entries = maps.free[table], maps.rows.entries(table)
         rows, (owners, _) = entries.fields["row"].long(), find_key_owners(entries.keys, peers.world)

@@ -92,7 +92,7 @@ class RowMaps:
         return numbers * self._strides[table] % self.capacities[table]
 
     def look_up(self, ids: DistinctKeys) -> torch.Tensor:
-        """Return the row of each id that this rank owns, int64 [n], or -1 for ids without a row; change nothing."""
+        """Return, without changing the maps, the row of each id that this rank owns, int64 [n]; -1: no row."""
         slots = self.rows.find(ids.tables, ids.keys)
         rows = self.rows.fields["row"].index_select(0, slots.clamp(min=0)).long()
         return torch.where(slots >= 0, rows, -1)
