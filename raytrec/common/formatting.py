@@ -40,7 +40,7 @@ def parse_number_or_zero(value: Any) -> float:
 
 
 def is_step(value: Any) -> bool:
-    """Return True if a value is an integer in [0, 2**53)."""
+    """Return True if a value is an int, but not a bool, in [0, 2**53)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
 
 

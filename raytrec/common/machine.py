@@ -203,7 +203,7 @@ def get_installed_versions(*more: str) -> dict[str, str]:
 def get_build_device() -> str | None:
     """Return "cuda" if torch is built for CUDA and fbgemm-gpu-cpu is not installed, else "cpu"; None without torch.
 
-    The packages fbgemm-gpu and fbgemm-gpu-cpu share a folder, so an environment with both cannot use GPUs.
+    The packages fbgemm-gpu and fbgemm-gpu-cpu share a folder, so an environment with both is broken.
     """
     if not get_installed_version("torch"):
         return None
@@ -249,7 +249,7 @@ def check_gpu(host: str) -> None:
     if not torch.cuda.is_available():
         raise ConfigError(
             f"torch {torch.__version__} cannot use the GPU of {host}"
-            + (": torch.cuda.is_available() is False" if built else ": this build of torch is for CPUs"),
+            + ("" if built else ": this build of torch is for CPUs"),
             where="scaling.device=cuda",
             expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
             if built

@@ -208,7 +208,7 @@ class Eval(Measured):
     """Metrics of an evaluation during training.
 
     Attributes:
-        curves: Points of each curve (worker.evaluate); None if no curves were computed.
+        curves: Name of each curve → its points (worker.evaluate); None if no curves were computed.
     """
 
     KIND = "eval"

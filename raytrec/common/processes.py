@@ -107,7 +107,7 @@ def handle_hangup_as_sigterm() -> None:
 
 @contextmanager
 def exit_after_block() -> Iterator[None]:
-    """Make the interpreter's exit end the process after the atexit functions registered in this block or later.
+    """End the process at interpreter exit, once the atexit functions registered in this block or later have run.
 
     Atexit functions registered before the block, and Python's finalization, do not run. The exit status is that of the
     SystemExit raised in the block, 1 after another error, else 0.

@@ -80,7 +80,7 @@ class Registry(Generic[T]):
 
     @property
     def parts(self) -> dict[str, T]:
-        """Parts of the package by name, in alphabetical order."""
+        """Parts of the package by name, in alphabetical order; the first access imports all modules of the package."""
         if not self._complete:
             for module in list_modules(self._package):
                 import_module(f"{self._package}.{module}")

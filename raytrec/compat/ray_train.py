@@ -58,7 +58,7 @@ class ControlledTrainer(DataParallelTrainer):
         self._policies, self._on_start, self._wait, self._owns_ray = policies, on_start, wait, owns_ray
 
     def _initialize_and_run_controller(self, **parts: Any) -> Any:
-        """Run the controller; unlike Ray's method, stop waiting if a process of Ray ends."""
+        """Run the controller with `policies`, and return its result, for which `wait` waits instead of ray.get."""
         try:
             return super()._initialize_and_run_controller(**parts | self._policies)
         except _ControllerStarted as started:
@@ -67,7 +67,7 @@ class ControlledTrainer(DataParallelTrainer):
         return self._wait(controller.get_result.remote())
 
     def _register_sigint_handler(self, controller: Any) -> None:
-        """Take over from Ray, which calls this method after starting the controller, before waiting for it."""
+        """Call `on_start`, and leave Ray's method, which calls this one between start and run of the controller."""
         self._on_start(controller)
         raise _ControllerStarted(controller)
 

@@ -46,7 +46,7 @@ class BoundedProtocol(HttpToolsProtocol):
             longest.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes; reject the request after too many bytes without a complete head or body part."""
+        """Parse received bytes; reject the request after MAX_HEAD_BYTES without a complete head or part of a body."""
         self._without_progress += len(data)
         super().data_received(data)
         if self.is_surplus and self.cycle:  # cycle of the last pipelined request
@@ -117,7 +117,7 @@ def list_active(server: Server) -> list[BoundedProtocol]:
 def close_surplus(server: Server, fair_count: float) -> None:
     """Mark a server's active connections beyond `fair_count` as surplus, so that their next response closes them.
 
-    Nothing is marked within the tolerance, which is one connection or CONNECTION_TOLERANCE of `fair_count`.
+    Nothing is marked if the surplus is below one connection, or below CONNECTION_TOLERANCE × `fair_count`.
     """
     active = list_active(server)
     surplus = len(active) - fair_count

@@ -33,7 +33,7 @@ from raytrec.compat.versions import find_wrong_versions
 OK, WARNING, FAILURE = "ok", "warning", "failure"
 MIB, GIB = 1 << 20, 1 << 30
 SHARED_MEMORY_FOLDER, NVIDIA_GPUS_FOLDER = Path("/dev/shm"), Path("/proc/driver/nvidia/gpus")
-# Bytes of shared memory; Docker gives 64 MiB.
+# Bytes of shared memory; the default of Docker is 64 MiB.
 MIN_SHARED_MEMORY_BYTES, RECOMMENDED_SHARED_MEMORY_BYTES = 64 * MIB, GIB
 MIN_OPEN_FILES, RECOMMENDED_OPEN_FILES = 1024, 8192  # open files of a process
 # Each Ray process maps MIN_VIRTUAL_MEMORY_BYTES and the object store, which takes OBJECT_STORE_SHARE of main memory.
@@ -136,7 +136,7 @@ def has_gpus() -> bool:
 
 @host_check("packages")
 def check_packages() -> Diagnoses:
-    """Check that the versions of torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow belong together."""
+    """Check that the installed torch, TorchRec, FBGEMM, Ray, MLflow and pyarrow have supported versions and builds."""
     if error := find_wrong_versions():
         yield diagnose_error(error)
         return

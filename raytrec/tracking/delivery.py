@@ -193,7 +193,7 @@ class Delivery:
             self._uploaded[path] = version
 
     def _changed_files(self) -> dict[Path, tuple[int, int]]:
-        """Return the (modification time, size) of each file whose current version has not been uploaded."""
+        """Return path → (modification time, size) of each file whose current version has not been uploaded."""
         paths = [*map(self._folder.joinpath, ARTIFACTS), *sorted(self._folder.glob("pictures/*.svg"))]
         versions = {}
         for path in paths:

@@ -213,7 +213,7 @@ def check_run_folder(place: str | Path) -> Path:
     folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
     if not folder.is_dir():
         raise RunError(
-            f"the run folder {'is not a folder' if folder.exists() else 'does not exist'}",
+            "this path is not a folder" if folder.exists() else "the run folder does not exist",
             where=str(place),
             expected="the path of a run folder (run.dir), which `raytrec train` prints",
         )
