@@ -17,8 +17,8 @@ RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def to_run_name(text: str) -> str:
-    """Return a valid run name derived from a text."""
-    name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100]
+    """Return a valid run name derived from a text, of at most 101 characters; other characters become underscores."""
+    name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100].encode()[:150].decode(errors="ignore").rstrip()
     return name if RUN_NAME_PATTERN.fullmatch(name) else f"_{name}"
 
 

@@ -6,6 +6,7 @@ import raytrec
 from raytrec.common.errors import ConfigError, RaytrecError, SchemaError
 from raytrec.common.reading import UnreadableError, parse_json, parse_yaml
 from raytrec.config.base import Mark, build_json_schema
+from raytrec.config.data import to_run_name
 from raytrec.config.overrides import to_override_texts
 from raytrec.config.run_config import RunConfig, list_keys_with, load_config
 from raytrec.config.schema import Schema
@@ -265,3 +266,9 @@ def test_key_marks_define_what_resume_may_change():
         assert not key.startswith(free)
     for section, name in (key.split(".") for key in list_keys_with(Mark.COMMON) if "." in key):
         assert name in RunConfig.model_fields[section].annotation.model_fields
+
+
+@pytest.mark.parametrize("text", ["a ", "x" * 99 + " y", "映画" * 60, "", " a", "a/b"])
+def test_derived_run_names_are_valid(text):
+    name = to_run_name(text)
+    assert load_config({"run": {"name": name}, "data": {"train": "d"}}).run.name == name

@@ -22,7 +22,7 @@ OWN = "module:Class"
 
 
 class PythonSection(ModelSection):
-    """A user-defined model class, built from (Schema, this section); contract: raytrec/models/__init__.py."""
+    """Section of a user-defined model class (contract: raytrec/models/__init__.py)."""
 
     gives_vectors: ClassVar[bool | None] = None
     name: str

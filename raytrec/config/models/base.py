@@ -20,7 +20,7 @@ Dropout = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class ModelSection(Section):
-    """Base class of `model` sections. A model class is called with (Schema, its section).
+    """Base class of `model` sections, from which models are built (contract: raytrec/models/__init__.py).
 
     Attributes:
         path: Class of the model as module:Class; only workers import the module.
