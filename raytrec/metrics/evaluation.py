@@ -126,7 +126,10 @@ class TaskRows:
 
 
 def choose_ranking_device(rows: int, device: torch.device, row_bytes: int = AUC_BYTES_PER_ROW) -> torch.device:
-    """Return `device`, or the CPU if it is a GPU and the rows (by default, of an AUC) need half of its free memory."""
+    """Return `device`, or the CPU if the rows would take more than half of the free memory of a GPU.
+
+    By default, `row_bytes` is the peak memory per row while an AUC is computed.
+    """
     if device.type == "cuda" and rows * row_bytes > torch.cuda.mem_get_info(device)[0] // 2:
         return torch.device("cpu")
     return device

@@ -103,7 +103,7 @@ class FullRanking:
         return [rows, *map(torch.from_numpy, arrays)]
 
     def add(self, vectors_BD: torch.Tensor) -> None:
-        """Rank the right items of each query in the oldest stored batch, add the results to the metrics, and drop it.
+        """Rank the right items of each query in the oldest stored batch, update the metrics, and discard the batch.
 
         This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
         of the batch.
@@ -207,7 +207,7 @@ class Items:
         return torch.where(self.keys[places] == keys_K, places, -1)
 
     def scores(self, queries_QD: torch.Tensor, places_Q: torch.Tensor) -> torch.Tensor:
-        """Return the dot product of each query and the item at its index in `keys`, float32 [Q]; 0 if it is -1."""
+        """Return the dot product of each query and the item at its index in `keys`, float32 [Q]; 0 for index -1."""
         if not len(self.keys):
             return torch.zeros(len(places_Q), device=queries_QD.device)
         items = self.vectors[places_Q.clamp(min=0)].to(queries_QD.device).double()
@@ -222,9 +222,9 @@ class Items:
         left_out: torch.Tensor,
         cells: int,
     ) -> torch.Tensor:
-        """Return the number of this rank's items whose score for a query is not below each of its scores, int64 [Q, R].
+        """Return the number of this rank's items that score at least as high as each given score, int64 [Q, R].
 
-        Items whose score is NaN are counted.
+        The score of an item for a query is their dot product. Items whose score is NaN are counted.
 
         Args:
             queries_QD: Query vectors.

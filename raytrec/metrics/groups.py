@@ -205,5 +205,5 @@ class GroupRows(BoundedRows):
 
 
 def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:
-    """Return the rank that owns each key, int64 [N]. Keys are hashed, so each rank owns about as many distinct keys."""
+    """Return the rank that owns each key, int64 [N]. Hashing spreads distinct keys evenly over the ranks."""
     return (hash_bits(keys_N) >> 8) % world

@@ -73,7 +73,7 @@ class Row(NamedTuple):
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return key in result.json → Row for metrics with their counts, then for the keys of RESULT_TITLES that the result contains."""
+    """Return key → Row for each value in result.json to display: metrics with their counts, then RESULT_TITLES."""
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""

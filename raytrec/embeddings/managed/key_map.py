@@ -69,7 +69,7 @@ class MapState:
     """Content of a table's map from ids to rows, on one, some or all ranks.
 
     Attributes:
-        rows: Keys with a row; their fields are row, sightings (occurrences in training) and last (step of the last one).
+        rows: Keys with a row; their fields are row, sightings (occurrences in training) and last (last step with one).
         waiting: Keys not yet seen often enough for a row; their fields are sightings and last.
         free: Rows without an id.
     """
