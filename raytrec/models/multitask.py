@@ -209,7 +209,7 @@ class ESMM(nn.Module):
         self.click_first = next(iter(tasks)) == config.click
 
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits of click and of click and conversion, float32 [B, 2], in the order of the tasks."""
+        """Return the logits of P(click) and P(click and conversion), float32 [B, 2], in the order of the tasks."""
         x_BN = self.concat_inputs(dense, pooled)
         click_B1, given_click_B1 = self.click(x_BN).float(), self.conversion(x_BN).float()
         against_B3 = torch.cat([-click_B1, -given_click_B1, -click_B1 - given_click_B1], dim=1)
