@@ -151,8 +151,8 @@ class TrainSection(Section):
     data, for at least 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
     """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in
-    about a million rows of data.train, for tasks with loss bce or focal. An error if there is no such task, or rows
-    are requests with candidates; without effect on models that have no single last layer with a bias."""
+    about a million rows of data.train, for tasks with loss bce or focal. Without effect on other tasks, on requests
+    with candidates, and on models that have no single last layer with a bias."""
     max_steps: PositiveInt | None = None
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None

@@ -33,7 +33,7 @@ from raytrec.planning.rates import Rates
 from raytrec.planning.validation import check_decay
 from raytrec.tasks.losses import BatchLoss
 from raytrec.tasks.task import Task, check_model_learns, count_logits, needs_vectors, resolve_tasks
-from raytrec.tasks.task_columns import check_group_columns
+from raytrec.tasks.task_columns import check_group_columns, explain_ignored_log_odds
 from raytrec.tracking.store import check_tracking_uri
 from raytrec.worker.loop import count_total_steps, resolve_evaluation_interval
 
@@ -54,6 +54,8 @@ def check_plan(plan: RunPlan) -> list[str]:
     here = starts_local_ray(config.scaling.address)
     check_fit(config, schema, on_this_machine=here)
     lines += check_before_run() if here else []
+    if config.train.initial_bias == "log_odds" and (reason := explain_ignored_log_odds(config, schema)):
+        lines.append(f"train.initial_bias=log_odds has no effect, because {reason}")
     lines += [
         f"dense column {name} has absolute values up to {value:,.0f}, which make logits and gradients large; add "
         f"scale: {{{format_yaml_scalar(name)}: {{log: true}}}} or its mean and std to schema.yaml, or "

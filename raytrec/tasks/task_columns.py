@@ -126,6 +126,18 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
             )
 
 
+def explain_ignored_log_odds(config: RunConfig, schema: Schema) -> str | None:
+    """Return why train.initial_bias=log_odds has no effect, as a clause for a warning, or None if it has one."""
+    tasks = resolve_tasks(config.tasks, schema)
+    if schema.candidates:
+        return "the rows are requests with candidates"
+    if any(task.loss.reads_vectors for task in tasks):
+        return "the model returns vectors of queries and items instead of logits"
+    if not any(task.loss.log_odds for task in tasks):
+        return f"no task has the loss bce or focal ({', '.join(dict.fromkeys(task.loss for task in config.tasks))})"
+    return None
+
+
 def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float, ...]:
     """Return the log-odds of label 1 in the data for each column of logits, the model's initial biases (worker.build).
 
@@ -133,24 +145,15 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
     Rows are weighted as in the tasks' losses, by mask, sample weight and positive_weight. Only columns with labels,
     masks and weights are read, from about MAX_LABELS_READ rows.
 
+    Returns:
+        One number per column of logits, or () if `explain_ignored_log_odds` returns a reason.
+
     Raises:
-        ConfigError: Rows are requests with candidates, a task reads vectors, or no task learns log-odds.
         DataError: A label, mask or weight cannot be read (data.on_error: fail).
     """
-    tasks, reason = resolve_tasks(config.tasks, schema), ""
-    if schema.candidates:
-        reason = "the rows are requests with candidates"
-    elif any(task.loss.reads_vectors for task in tasks):
-        reason = "the model returns vectors of queries and items, without a last layer of logits"
-    elif not any(task.loss.log_odds for task in tasks):
-        reason = f"no task has a loss that learns log-odds ({', '.join(dict.fromkeys(t.loss for t in config.tasks))})"
-    if reason:
-        raise ConfigError(
-            f"train.initial_bias is log_odds, but {reason}",
-            where="train.initial_bias",
-            expected="rows without candidates, and a model that returns logits for a task with loss bce or focal",
-            do="set train.initial_bias=drawn",
-        )
+    if explain_ignored_log_odds(config, schema):
+        return ()
+    tasks = resolve_tasks(config.tasks, schema)
     plan = dataset.form.plan
     names = [*schema.labels, *(column.column for column in plan.task_columns)]
     transforms = select_needed_transforms(plan.transforms, names)

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from raytrec.common.errors import ConfigError
 from raytrec.config.run_config import load_config
 from raytrec.driver.datasets import open_data
+from raytrec.tasks.task_columns import explain_ignored_log_odds
 
 LABELS = [1.0, 0, 0, 0, 1, None, 0, 0.5]
 COLUMNS = {
@@ -102,16 +102,19 @@ def test_held_out_rows_include_evaluation_columns(tmp_path, evaluation, monkeypa
     ("schema", "task", "mistake"),
     [
         ("candidates: [item, y]\n", {"label": "y", "loss": "bce"}, "the rows are requests with candidates"),
-        ("", {"label": "price", "loss": "mse"}, "no task has a loss that learns log-odds (mse)"),
-        ("", {"label": "y", "loss": "in_batch_softmax"}, "the model returns vectors of queries and items"),
+        ("", {"label": "price", "loss": "mse"}, "no task has the loss bce or focal (mse)"),
+        (
+            "",
+            {"label": "y", "loss": "in_batch_softmax"},
+            "the model returns vectors of queries and items instead of logits",
+        ),
     ],
 )
-def test_log_odds_are_rejected_if_they_would_be_ignored(tmp_path, schema, task, mistake):
+def test_log_odds_without_effect_are_named(tmp_path, schema, task, mistake):
     config = settings(tmp_path, [task])
     lists = {"y": [[1, 0]], "item": [[0, 1]], "z": [1.0], "price": [1.0]} if schema else COLUMNS | {"z": [0.5] * 8}
     pq.write_table(pa.table(lists), tmp_path / "train" / "a.parquet")
     (tmp_path / "schema.yaml").write_text(SCHEMA + schema)
-    with pytest.raises(ConfigError) as error:
-        open_data(config)
-    assert mistake in error.value.what and error.value.where == "train.initial_bias"
-    assert open_data(load_config(config, ["train.initial_bias=drawn"]))[1]["train"].log_odds == ()
+    parsed, datasets = open_data(config)
+    assert datasets["train"].log_odds == ()
+    assert explain_ignored_log_odds(config, parsed) == mistake
