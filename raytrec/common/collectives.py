@@ -121,11 +121,7 @@ class Peers:
         return list(values.split(of_tables))
 
     def union(self, keys: torch.Tensor) -> torch.Tensor:
-        """Return the sorted distinct keys of all ranks.
-
-        Args:
-            keys: This rank's keys, int64 [N]; N may differ between ranks. The exchange needs no padding.
-        """
+        """Return the sorted distinct keys of all ranks, int64 [n]; the ranks may have different numbers of keys."""
         own_keys = keys.unique()
         if self.world == 1:
             return own_keys

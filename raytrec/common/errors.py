@@ -69,7 +69,7 @@ class RaytrecError(Exception):
         return {"what": self.what, "where": self.where, "expected": self.expected, "do": self.do}
 
     def _render_traceback_(self) -> list[str]:
-        """Return the lines that a notebook shows; like the command line, it shows no traceback."""
+        """Return the lines that a notebook shows for the error; they contain no traceback."""
         return [f"error: {self}"]
 
     def __reduce__(self):

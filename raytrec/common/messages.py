@@ -58,7 +58,7 @@ PHASES = (  # phases of a training step, into which a rank's time is divided
     "backward",  # backward pass of the dense model
     "optimizer",  # update of dense layers and data-parallel tables
     "collectives",  # waiting for other ranks in all other exchanges: pooled embeddings, gradients
-    "other",
+    "other",  # all remaining time
 )
 
 
@@ -217,7 +217,7 @@ class Eval(Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class Final(Eval):
-    """Metrics of the evaluation after training, on data.test if it is set, else on data.valid."""
+    """Metrics of the evaluation after training, on data.test if it is set, else on the validation data."""
 
     KIND = "final"
 

@@ -81,7 +81,8 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
         return FAILURE, f"{variable}={value}, but there is no such interface", do
     names = ", ".join(dict.fromkeys(value.lstrip("=") for value in answer["chosen"].values())) or default
     if several and names and BRIDGE_PATTERN.match(names):
-        return FAILURE, f"gloo and NCCL use {names} ({address}), a bridge inside this host by its name", ADDRESS_REPAIR
+        what = f"gloo and NCCL use {names} ({address}), a bridge inside this host (judging by its name)"
+        return FAILURE, what, ADDRESS_REPAIR
     if is_loopback:
         return FAILURE, f"other nodes cannot reach this node at Ray's address {address}", ADDRESS_REPAIR
     if not names:

@@ -106,7 +106,7 @@ class IntervalBuffer:
 def sum_intervals(lines: list[RankLine]) -> RankLine:
     """Return a rank's line in which seconds, steps, phases and lookups are summed over intervals.
 
-    `first_step` is from the first line, and all other values are from the last line.
+    `first_step` is from the first line, and all remaining values are from the last line.
 
     Args:
         lines: Lines of one rank, ordered by step.

@@ -31,7 +31,7 @@ class GalleryEntry:
 
 
 NO_METRICS = "metrics.jsonl contains no metric at two or more steps; see the result"
-NO_RANKS = "ranks.jsonl contains no intervals: the run ended before the first, or tracking.every_steps is null"
+NO_RANKS = "ranks.jsonl contains no intervals: the first is not complete, or tracking.every_steps is null"
 NO_CURVES = "no evaluation in metrics.jsonl contains this curve, which requires labels 0 and 1"
 NO_MAP = "ranks.jsonl contains no sizes or lookups of tables for the last group of workers"
 NO_TABLES = "ranks.jsonl contains these table statistics for fewer than two intervals; see the table below"

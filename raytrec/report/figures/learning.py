@@ -30,13 +30,19 @@ DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with 
 
 @style.styled
 def curves(run: History) -> Figure | None:
-    """Draw the metrics of training and evaluations over steps, except those with target 1; None below two points."""
+    """Draw the metrics of training and evaluations over steps, except metrics with target 1.
+
+    The result is None if every metric has fewer than two points.
+    """
     return _draw_over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
 
 @style.styled
 def ratios(run: History) -> Figure | None:
-    """Draw metrics with target 1, such as sum of predictions ÷ sum of labels, over steps; None below two points."""
+    """Draw the metrics with target 1, such as sum of predictions ÷ sum of labels, over steps.
+
+    The result is None if every such metric has fewer than two points.
+    """
     return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 

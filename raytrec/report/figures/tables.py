@@ -23,7 +23,10 @@ MAP = "cividis"
 
 
 def draw_memory(run: RunFolder) -> Figure | None:
-    """Draw the bytes of each table's weights and optimizer state on each rank of the last group; None if all are 0."""
+    """Draw the bytes of each table's weights and optimizer state on each rank of the last worker group.
+
+    The result is None if all numbers are 0, or if no intervals are recorded.
+    """
     ranks = sum_over_time(select_last_group(run.ranks))
     sizes = [{name: sum_table_bytes(entry) // 1 for name, entry in line.tables.items()} for line in ranks]
     return memory_map(sizes, [line.rank for line in ranks])

@@ -136,7 +136,10 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 @style.styled
 def draw_throughput(run: RunFolder) -> Figure | None:
-    """Draw the training throughput of all ranks together, in rows per second, over steps; None below two points."""
+    """Draw the training throughput of all ranks together, in rows per second, over steps.
+
+    The result is None if fewer than two values are recorded.
+    """
     steps, rates = points(run, Train, "rows_per_s")
     if len(steps) < 2:
         return None
@@ -154,7 +157,10 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw each phase's milliseconds per step as bars, for up to MAX_BARS ranks of the last group; None if empty."""
+    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last worker group.
+
+    The result is None if no intervals are recorded.
+    """
     ranks = [line for line in sum_over_time(skip_warmup(run.ranks)) if line.steps]
     if not ranks:
         return None
@@ -179,7 +185,10 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phases_over_steps(run: RunFolder) -> Figure | None:
-    """Draw each phase's milliseconds per step over steps, in panels for up to MAX_PANELS ranks; None without lines."""
+    """Draw the milliseconds of each phase per step, over steps, in panels for up to MAX_PANELS ranks.
+
+    The result is None if no intervals are recorded.
+    """
     ranks = [line for line in sum_over_time(run.ranks) if line.steps]
     if not ranks:
         return None
