@@ -310,7 +310,7 @@ class Run:
             raise self.error
         do = "train the same config again to resume from the last checkpoint"
         what = {
-            "stopped": "the run was stopped; its state is saved",
+            "stopped": "the run was stopped",
             "interrupted": "the run was interrupted: its driver exited without reporting an error",
         }.get(self.state, f"the run {self.state}")
         raise RunError(what, where=self.job or self.name, do=do)

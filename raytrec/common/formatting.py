@@ -72,7 +72,7 @@ def format_figure(value: float) -> str:
     """Format an integer exactly, and another finite number with about four digits: "1,234,567", "0.8104"; NaN → "–"."""
     if isnan(value):
         return "–"
-    if value == int(value) and abs(value) < 1e15:
+    if abs(value) < 1e15 and value == int(value):
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"

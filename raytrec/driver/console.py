@@ -39,6 +39,7 @@ class RunConsole:
         self._console = open_console(stderr=True)
         self._name = to_plain_text(name)
         self._last_plain, self._total = 0.0, 0
+        self._unsaved_step: int | None = None  # step of the last save, if it failed
         self._figures = read_metric_displays()  # replaced when training starts
         self._begin: tuple[float, int] | None = None  # time and step of the first metrics
         self._progress = Progress(
@@ -109,12 +110,13 @@ class RunConsole:
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
         """Show that a checkpoint has been written; show nothing if `error` is set, because a warning reports it."""
+        self._unsaved_step = step if error else None
         if not error:
             self._plain(f"step {step}: checkpoint saved", always=False)
 
     def stopped(self, step: int) -> None:
-        """Show that the run has been saved and has stopped at a step."""
-        self.note(f"stopped at step {step}, checkpoint saved")
+        """Show that the run has stopped at a step, and whether a checkpoint of this step was saved."""
+        self.note(f"stopped at step {step}, checkpoint {'not ' if step == self._unsaved_step else ''}saved")
 
     def note(self, text: str) -> None:
         """Print a line, which stays on the terminal above the live line."""

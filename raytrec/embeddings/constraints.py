@@ -173,7 +173,7 @@ def count_column_shards(
     table's columns, `ranks` are its configured ranks (None: any), and `local` is the number of ranks per host.
     """
     if "grid_shard" in sharding:
-        max_parts = (len(ranks) if ranks else world) // local
+        max_parts = max(1, (len(ranks) if ranks else world) // local)
     elif "table_column_wise" in sharding:
         max_parts = len(ranks) if ranks else local
     elif "column_wise" in sharding:

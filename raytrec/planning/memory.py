@@ -264,5 +264,5 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
         f"{format_bytes(need)} of disk with optimizer state, but {reason}",
         where=f"plan.mmap_dir, {folder}",
         expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
-        do=advise_disk_space(config),
+        do=advise_disk_space(config, is_full=kind is None),
     )

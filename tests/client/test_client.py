@@ -188,7 +188,7 @@ def test_stopped_run_resumes_at_the_same_step(head, way):
     lr = {"client": 0.02, "url": 0.021}[way]
     got = light.run_notebook_program(STOP_PROGRAM, head.env, getattr(head, way), long_config(lr), timeout=800)
     assert got["before"][1] == "running" and got["state"] == "stopped"
-    assert "was stopped; its state is saved" in got["stopped"] and "was stopped" in got["again"]
+    assert "the run was stopped" in got["stopped"] and "was stopped" in got["again"]
     assert got["folder"] == got["before"][0]
     first, second = steps_of(got["folder"], "start")
     assert first == 0

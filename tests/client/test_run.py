@@ -73,7 +73,7 @@ def test_wait_returns_the_result_or_raises():
     run.error = RunError("bad rows", where="a file")
     with pytest.raises(RunError, match="bad rows"):
         run.wait()
-    with pytest.raises(RunError, match="was stopped; its state is saved"):
+    with pytest.raises(RunError, match="the run was stopped"):
         FakeRun().take(state="stopped").wait()
     with pytest.raises(RunError, match="still running after 0 s"):
         FakeRun().take().wait(timeout=0)

@@ -276,6 +276,7 @@ def test_checkpoint_copies_of_gpu_tables_need_host_memory():
         (64, "table_column_wise", None, 2),
         (64, "grid_shard", None, 2),
         (64, "grid_shard", (2, 3), 1),
+        (64, "grid_shard", (2,), 1),  # fewer ranks than a host; refused by the planner
     ],
 )
 def test_column_shards_are_equal_and_multiples_of_four(dim, sharding, ranks, expected):

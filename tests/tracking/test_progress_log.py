@@ -49,6 +49,15 @@ def test_console_messages_are_parsed_as_written(job_console):
     ]
 
 
+@pytest.mark.parametrize(("failed_step", "outcome"), [(None, "checkpoint saved"), (7, "checkpoint not saved")])
+def test_stop_reports_failed_save(job_console, failed_step, outcome):
+    console, out = job_console
+    console.saved(6, "disk full")  # an earlier save does not matter
+    console.saved(7, "disk full" if failed_step == 7 else None)
+    console.stopped(7)
+    assert out().splitlines()[-1] == f"{NAME}  stopped at step 7, {outcome}"
+
+
 def test_loss_that_prints_like_log_loss_is_omitted():
     def figure(key, label):
         return MetricDisplay(key, label, label, "lower", "{:.4f}", sums=True)
