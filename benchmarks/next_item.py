@@ -17,10 +17,7 @@ from rank_group import Ranks, Rig, compare, rig, run_script, trainer
 
 SIDES = {"plain": True, "raytrec": False}
 PIECES = 4  # number of batches, on which the steps train repeatedly
-HEADER = (
-    *("model", "data shape", "workers", "plain torch, tokens/s", "raytrec, tokens/s", "raytrec ÷ plain"),
-    *("plain torch, CPU-µs per token", "raytrec, CPU-µs per token"),
-)
+HEADER = ("model", "data shape", "workers", "plain torch, tokens/s", "raytrec, tokens/s", "raytrec ÷ plain")
 # Lengths of histories are log-normal around `median`, clipped to `shortest` and `length`: 157 and 7 on average.
 ML1M = {
     "rows": 128,
@@ -148,9 +145,9 @@ def table_of(points: list[dict[str, Any]]) -> str:
     """Return the table for docs/benchmarks.md, with a row for each point."""
     rows = []
     for point in points:
-        speeds, costs = ([point[side][figure] for side in SIDES] for figure in ("tokens_per_s", "cpu_us_per_token"))
-        cells = [point["model"], point["shape"], str(point["workers"]), *(f"{s:,.0f}" for s in speeds)]
-        rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×", *(f"{cost:.1f}" for cost in costs)])
+        speeds = [point[side]["tokens_per_s"] for side in SIDES]
+        cells = [point["model"], point["shape"], str(point["workers"]), *(f"{speed:,.0f}" for speed in speeds)]
+        rows.append([*cells, f"{speeds[1] / speeds[0]:.2f} ×"])
     return Grid(HEADER, rows, left=2).markdown()
 
 

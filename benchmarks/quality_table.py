@@ -8,7 +8,7 @@ from typing import Any
 
 from harness import Grid
 
-COLUMNS = ("dataset", "model", "metric", "mean ± std", "seeds", "published", "rows/s")
+COLUMNS = ("dataset", "model", "metric", "mean ± std", "seeds", "published")
 PRECISIONS = ("fp16", "int8", "int4")
 
 
@@ -20,12 +20,9 @@ def lines_of(rows: list, results: dict) -> list[tuple[str, ...]]:
         for place, name in enumerate(row.metrics if runs else []):
             values = [run["figures"][name] for run in runs]
             model = f"{row.model}, {row.note}" if row.note else row.model
-            fastest = min(runs, key=lambda run: run["seconds"])
-            speed = f"{fastest['rows_per_s']:,}" if "rows_per_s" in fastest else ""
             published = row.published.get("figures", {}).get(name)
             figures = name, spread(values), str(len(values)), "" if published is None else f"{published:.4g}"
-            first, last = ((row.data, model), speed) if not place else (("", ""), "")
-            lines.append((*first, *figures, last))
+            lines.append((*((row.data, model) if not place else ("", "")), *figures))
     return lines
 
 
@@ -46,10 +43,7 @@ def document(rows: list, results: dict) -> str:
     measured: list[Any] = [row for row in rows if results.get(row.name, {}).get("runs")]
     if not measured:
         return ""
-    notes = [
-        f"- `{row.data}`: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`"
-        for row in measured
-    ]
+    notes = [f"- `{row.data}`: `raytrec prepare {row.recipe.replace('{source}/', 'SOURCE/')}`" for row in measured]
     models: dict[tuple[str, str], list[str]] = {}  # (dataset, source) → models with metrics of the source
     for row in measured:
         if row.published:

@@ -145,7 +145,8 @@ class TablePlan(Section):
     """fused: in device memory, updated in the backward pass. dense: ordinary gradients and a dense update. fused_uvm:
     in host memory, except the state of rowwise_adagrad. fused_uvm_caching: as fused_uvm, with a fifth of the rows
     cached on the device. fused_mmap: in a file, for CPU workers."""
-    dtype: Annotated[Literal["fp32", "fp16"], BeforeValidator(_check_trainable)] | None = None
+    # FIXED, like qcomms: rounding changes the trained model, unlike the number of workers.
+    dtype: Annotated[Annotated[Literal["fp32", "fp16"], BeforeValidator(_check_trainable)] | None, Mark.FIXED] = None
     """Dtype of the weights; default: fp32. Sums, gradients and optimizer state stay fp32. On GPUs, updates
     are rounded stochastically to one of the two nearest values; on CPU, to the nearest value. FBGEMM trains
     neither bf16 nor int8 tables."""
@@ -182,7 +183,6 @@ class PlanSection(Section):
     fused, kernels for host memory (on GPUs) or files (on CPU) store tables that do not fit in memory."""
     colocate: list[list[str]] = Field(default_factory=list)
     """Groups of tables (or patterns). The tables of a group are placed on one rank, table-wise."""
-    # FIXED: rounding changes the trained model, unlike the number of workers.
     qcomms: Annotated[QCommsSection, Mark.FIXED] = Field(default_factory=QCommsSection)
     memory_gib: PositiveFloat | None = None
     """Memory for tables on each worker's device, in GiB; default: the device's memory. If set, memory not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import asdict
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +223,14 @@ def _format_list(lines: list[str]) -> str:
 
 def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]:
     old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (old_config, new_config))
+
+    def is_fixed(key: str) -> bool:
+        return any(fnmatchcase(key, f"{fixed}*") for fixed in FIXED_KEYS)  # plan.tables.*.dtype: of any table
+
     return [
         f"  {key}: {old.get(key)} → {new.get(key)}"
         for key in {**old, **new}
-        if old.get(key) != new.get(key) and (key.startswith(FIXED_KEYS) or not key.startswith(FREE_KEYS))
+        if old.get(key) != new.get(key) and (is_fixed(key) or not key.startswith(FREE_KEYS))
     ]
 
 

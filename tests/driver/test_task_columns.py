@@ -129,12 +129,13 @@ def test_unused_columns_are_not_read(folder):
         "tasks=[{label: label, sample_weight: weight}]",
         "tasks=[{label: label, group: user}]",
         "plan.qcomms.forward_precision=fp16",
+        "plan.tables.us*.dtype=fp16",
     ],
 )
 def test_resume_rejects_changed_columns_and_precision(folder, tmp_path, change):
     config = load_config(parquet.config_values(folder, tmp_path))
     (tmp_path / "config.yaml").write_text(config.to_yaml())
-    resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]"])
+    resume_config(tmp_path, None, ["plan.sharding_types=[row_wise]", "plan.tables.us*.sharding_type=row_wise"])
     with pytest.raises(ConfigError, match="these settings affect the result") as error:
         resume_config(tmp_path, None, [change])
     assert change.partition("=")[0] in error.value.what
