@@ -36,7 +36,7 @@ class IdChanges(NamedTuple):
 
 @dataclass(frozen=True)
 class Delta:
-    """Content of a delta, restricted to the tables of a consumer's export.
+    """Content of a delta, restricted to the tables of a consumer (the export or service to which it is applied).
 
     Attributes:
         position: Position of a consumer that has applied the delta.
@@ -72,7 +72,7 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
 
 
 def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
-    """Return the new rows of a delta by table, without its ids and dense weights. See `read_delta`."""
+    """Return table → new rows of a delta, without its ids and dense weights; errors are those of `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
         return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)
@@ -80,7 +80,7 @@ def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[st
 
 @contextmanager
 def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
-    """Convert errors about the content of a delta to a RunError that refuses the delta."""
+    """Convert an OSError, ValueError or ArrowException in the block to the RunError that refuses the delta."""
     try:
         yield
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -89,9 +89,10 @@ def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
 
 def _check_tables(position: Position, schema: Schema) -> None:
     for name, table in schema.tables.items():
-        size = position.manifest.tables.get(name)
-        if size is None or (size.rows, size.dim) != (table.rows, table.dim):
-            found = f"{size.rows:,} rows of dim {size.dim}" if size else "no rows"
+        if (size := position.manifest.tables.get(name)) is None:
+            raise UnusableDeltaError(f"table {name} is missing in the manifest")
+        if (size.rows, size.dim) != (table.rows, table.dim):
+            found = f"{size.rows:,} rows of dim {size.dim}"
             raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
 
 
@@ -105,19 +106,19 @@ Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and values
 
 
 def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list[Piece]]:
-    """Return the pieces of each table; a piece contains rows with values for the same range of columns."""
+    """Return table → pieces; a piece contains rows of a batch that have values for the same range of columns."""
     pieces: dict[str, list[Piece]] = {}
     for batch in batches:
         rows, columns, lists = batch["row"].to_numpy(), batch["column"].to_numpy(), batch["values"]
         offsets, values = lists.offsets.to_numpy(), lists.values
         if values.null_count:
-            raise UnusableDeltaError("a value is null")
+            raise UnusableDeltaError("a value of a row is null")
         values = values.to_numpy()
         for name, places in select_tables(batch, schema.tables):
             spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
             for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
                 if column < 0 or width < 1 or column + width > schema.tables[name].dim:
-                    raise UnusableDeltaError(f"columns {column} to {column + width - 1} are not in table {name}")
+                    raise UnusableDeltaError(f"columns [{column}, {column + width}) are not columns of table {name}")
                 chosen = places[spans == (column << 32 | width)]
                 piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
                 pieces.setdefault(name, []).append((column, rows[chosen], piece))
@@ -129,7 +130,7 @@ def _join_tables(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, Row
 
 
 def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
-    """Join the pieces of a table into complete rows, and check them."""
+    """Join the pieces of a table into complete rows in ascending order, and check the rows."""
     all_rows = np.unique(np.concatenate([rows for _, rows, _ in pieces]))
     _check_range(table, all_rows, schema.tables[table].rows)
     values = np.empty((len(all_rows), schema.tables[table].dim), np.float32)
@@ -137,10 +138,10 @@ def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
     for column, rows, piece in pieces:
         span, places = slice(column, column + piece.shape[1]), np.searchsorted(all_rows, rows)
         if len(np.unique(rows)) < len(rows) or is_set[places, span].any():
-            raise UnusableDeltaError(f"a row of table {table} occurs twice")
+            raise UnusableDeltaError(f"a row of table {table} has two values for a column")
         is_set[places, span], values[places, span] = True, piece
     if not is_set.all():
-        raise UnusableDeltaError(f"row {all_rows[~is_set.all(1)][0]:,} of table {table} lacks columns")
+        raise UnusableDeltaError(f"row {all_rows[~is_set.all(1)][0]:,} of table {table} has no values for some columns")
     if not np.isfinite(values).all():
         row = all_rows[~np.isfinite(values).all(1)][0]
         raise UnusableDeltaError(f"row {row:,} of table {table} contains NaN or infinity")
@@ -171,7 +172,7 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
         for name, dtype, shape, values in zip(*(batch[each].to_pylist() for each in batch.schema.names), strict=True):
             old = weights.get(name)
             if old is None or name in dense:
-                raise UnusableDeltaError(f"weight {name!r} is {'repeated' if name in dense else 'not in the programs'}")
+                raise UnusableDeltaError(f"weight {name!r} is {'repeated' if name in dense else 'not in the export'}")
             expected = str(old.dtype).removeprefix("torch."), list(old.shape), old.nbytes
             if (dtype, shape, len(values)) != expected:
                 what = f"weight {name} is {dtype} {shape} in {len(values):,} bytes"
@@ -187,7 +188,7 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
 
 
 class PreparedDeltas:
-    """Consecutive deltas, prepared so that applying them only copies values into a scorer.
+    """Consecutive deltas, prepared so that applying them to a loaded model only copies values.
 
     Args:
         folder: Folder of deltas, for error messages.
@@ -207,14 +208,14 @@ class PreparedDeltas:
         """Add the next delta.
 
         Raises:
-            RunError: A weight has different shapes in the programs, an id would have two rows, or a value is too
-                large for the precision of its table (checked here only with table shards).
+            RunError: A weight does not have the shape that a program requires, an id would have two rows, or a value
+                is too large for the precision of its table (checked here only with table shards).
         """
         lookups, precisions, rows = self._scorer.lookups, self._scorer.manifest.precisions, delta.rows
         with refuse_unusable(self._folder, delta.position):
             for key, value in self._scorer.program_weights.items():
                 if delta.dense[name := key.partition("/")[2]].shape != value.shape:
-                    raise UnusableDeltaError(f"weight {name} has different shapes in the programs")
+                    raise UnusableDeltaError(f"weight {name} does not have the shape {[*value.shape]} of {key}")
             ids = {name: self._ids.get(name, lookups.ids[name]) for name in delta.ids}
             ids = {name: ids[name].replace(*each) for name, each in delta.ids.items()}
             if lookups.is_remote:  # a shard that refuses this delta also refuses all later deltas
@@ -231,12 +232,13 @@ class PreparedDeltas:
         Raises:
             RunError: A value is too large for the precision of its table, or the tables cannot be made writable.
             UnavailableError: A table shard does not have the new state.
+            OutdatedStateError: A table shard keeps only later states.
         """
         with refuse_unusable(self._folder, self.position):
             update = self._scorer.lookups.prepare_update
             self._update_rows = update(self._rows, self.position.version, self.position.number)
 
     def apply(self) -> None:
-        """Change the scorer to the state after the last delta. Call this method only in the thread that scores."""
+        """Change the scorer to the last state. Call this method after `finish`, and only in the thread that scores."""
         self._update_rows()
         self._scorer.update(self.position.manifest.step, self.position.version, self._ids, self._dense)

@@ -37,7 +37,7 @@ REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas
 
 @dataclass(frozen=True)
 class Position:
-    """State of a consumer, identified by the delta that leads to the state.
+    """State of a consumer (an export or a service), identified by the delta that leads to the state.
 
     Attributes:
         run: Name of the run.
@@ -73,15 +73,15 @@ class NewestDelta(NamedTuple):
 
 
 def make_refusal(folder: str, number: int, reason: str, expected: str | None = None) -> RunError:
-    """Return the error for a delta that must not be applied."""
+    """Return the error for a delta that cannot be applied for a reason, a clause about the delta."""
     what, where = f"delta {number} cannot be applied: {reason}", get_manifest_uri(folder, number)
     return RunError(what, where=where, expected=expected, do=REFUSAL_ADVICE)
 
 
 def make_missing_export_error(folder: str) -> RunError:
     """Return the error for a folder of deltas without a full export."""
-    what, expected = "the run has not written a full export yet", "a folder of export.deltas.to with a full export"
-    return RunError(what, where=folder, expected=expected, do="retry")
+    what, expected = "the folder contains no usable full export", "a folder of export.deltas.to with a full export"
+    return RunError(what, where=folder, expected=expected, do="retry when the run has written a full export")
 
 
 def open_stream(config: RunConfig) -> None:
@@ -89,14 +89,15 @@ def open_stream(config: RunConfig) -> None:
 
     Raises:
         ConfigError: The folder contains deltas of another or an unknown run, or is the run folder or checkpoint folder.
-        RunError: The folder cannot be written.
+        RunError: The folder cannot be read or written.
     """
     folder = config.export.deltas.to
     where = f"export.deltas.to={folder}"
     if folder in (config.run.dir, config.checkpoint_root):
         expected = f"a folder other than {config.run.dir} and {config.checkpoint_root}"
-        raise ConfigError("deltas need a separate folder", where=where, expected=expected)
-    with convert_os_errors("the folder of deltas cannot be written", where=where):
+        what = "deltas need a separate folder, not the run folder or the checkpoint folder"
+        raise ConfigError(what, where=where, expected=expected)
+    with convert_os_errors("the folder of deltas cannot be read or written", where=where):
         stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
         own = find_document(join_uri(config.run.dir, DELTA_STREAM), DeltaStream)
         is_unused = not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER))
@@ -137,7 +138,7 @@ def find_stream(folder: str) -> DeltaStream | None:
 
 
 def list_names(folder: str) -> list[str]:
-    """Return the names of all files and subfolders of a folder; [] if the folder does not exist.
+    """Return the names of the files and subfolders directly in a folder; [] if the folder does not exist.
 
     Raises:
         OSError: The store cannot be read.
@@ -147,9 +148,9 @@ def list_names(folder: str) -> list[str]:
 
 
 def list_numbers(folder: str, subfolder: str) -> list[int]:
-    """Return the numbers of the deltas (subfolder deltas) or full exports (exports) of a folder, ascending.
+    """Return the numbers of the deltas (subfolder DELTAS_FOLDER) or full exports (EXPORTS_FOLDER), ascending.
 
-    Errors are as in `list_names`.
+    The exports may be incomplete. Errors are as in `list_names`.
     """
     names = [name.removesuffix(".json") for name in list_names(join_uri(folder, subfolder))]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
@@ -162,7 +163,7 @@ def list_exports(folder: str) -> list[int]:
 
 
 def find_newest_delta(folder: str) -> NewestDelta:
-    """Return the newest delta of a folder.
+    """Return the newest delta of a folder, without checking its manifest.
 
     Raises:
         OSError: The store cannot be read.
@@ -207,14 +208,15 @@ def check_gap(folder: str, position: Position) -> None:
     if stream and stream.id != own_stream:
         expected = f"stream {own_stream}, or a full export of the new stream"
         do = "wait for the first full export of the new stream"
-        raise RunError(f"the folder contains another stream: {stream.id}", where=folder, expected=expected, do=do)
+        what = f"the folder contains the deltas of another run: stream {stream.id}"
+        raise RunError(what, where=folder, expected=expected, do=do)
     after, own, now = (has_manifest(folder, each) for each in (number + 1, position.number, number))
     if after and not now:
         raise make_refusal(folder, number, f"it is missing, but delta {number + 1} exists")
     if not own and not now:
         if stream is None:
             do = "restore the folder, or restart the service with another folder"
-            raise RunError("the folder of deltas no longer exists", where=folder, do=do)
+            raise RunError("the folder no longer contains the deltas of the run", where=folder, do=do)
         raise make_refusal(folder, number, f"it is missing, and delta {position.number} has been removed")
 
 
@@ -265,9 +267,9 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
             if entry and (entry[0].stream, entry[0].step) == (stream.id, source.step):
                 found.append(Position(source.run, *entry))
     if len(found) != 1:
-        which = ", ".join(str(each.number) for each in found) or "none"
-        what = f"step {source.step:,} of the export is not the step of exactly one delta: {which}"
-        expected = "the delta of a checkpoint from which the export was made"
+        which = f"deltas {', '.join(str(each.number) for each in found)} lead" if found else "no delta leads"
+        what = f"{which} to step {source.step:,} of the export"
+        expected = "exactly one delta that leads to the step of the export"
         do = f"apply deltas to a full export in {EXPORTS_FOLDER}/"
         raise RunError(what, where=folder, expected=expected, do=do)
     return found[0]
@@ -276,7 +278,8 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
 def remove_old_files(folder: str, keep: int) -> None:
     """Remove all but the `keep` newest full exports, and the deltas before the oldest remaining full export.
 
-    The manifests are removed first, so that no reader finds a partial export or delta.
+    If there are no complete full exports, nothing is removed. The manifests are removed first, so that no reader finds
+    a partial export or delta.
 
     Raises:
         OSError: The store cannot be read or written.

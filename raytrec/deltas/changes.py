@@ -81,18 +81,18 @@ class ComparedRows:
         self._published = torch.full_like(shard.values, torch.nan)  # NaN differs from every value
 
     def mark(self, rows: torch.Tensor) -> None:
-        """Mark rows as changed; see LookedUpRows."""
+        """Mark rows as changed; see LookedUpRows.mark."""
         self._published.index_fill_(0, rows, torch.nan)
 
     def take(self) -> torch.Tensor:
-        """Return the changed rows, and clear all marks; see LookedUpRows."""
+        """Return the changed rows, int64 [n] as in `mark`, and store their present values as published."""
         differs = (self.shard.values != self._published).any(1)
         rows = (differs | self._is_part).nonzero().squeeze(1)
         self._published.index_copy_(0, rows, self.shard.read(rows))
         return rows
 
 
-TakenRows = list[tuple[LookedUpRows | ComparedRows, torch.Tensor]]
+TakenRows = list[tuple[LookedUpRows | ComparedRows, torch.Tensor]]  # tracker of each shard, and its changed rows
 
 
 class RowChanges:
@@ -112,13 +112,13 @@ class RowChanges:
             self._parts += [ComparedRows(name, weight.local[0], weight.shape[1]) for name, weight in replicated]
 
     def mark_local(self, table: str, rows: torch.Tensor) -> None:
-        """Mark rows of this rank's shards of a table as changed. The arguments are those of ManagedBatches.on_write."""
+        """Mark rows, int64 [n] relative to the first row of this rank's shards of a table, as changed."""
         for part in self._parts:
             if part.table == table:
                 part.mark(rows)
 
     def mark(self, table: str, rows: torch.Tensor) -> None:
-        """Mark the rows among these rows of a table, int64 [n] in host memory, that this rank holds."""
+        """Mark rows of a table, int64 [n] in host memory, as changed. Rows of other ranks are ignored."""
         for part in self._parts:
             if part.table == table:
                 shard = part.shard
@@ -137,7 +137,7 @@ class RowChanges:
 
 
 def count_bytes(taken: TakenRows) -> int:
-    """Return the size in bytes of the float32 values of changed rows."""
+    """Return the size in bytes of the values of changed rows in float32."""
     return sum(4 * len(rows) * len(part.shard.columns) for part, rows in taken)
 
 
@@ -152,7 +152,7 @@ def iterate_pieces(taken: TakenRows) -> Iterator[RowPiece]:
 
 
 def _watch_kernel(kernel: nn.Module, tables: Mapping[str, Table]) -> list[LookedUpRows | ComparedRows]:
-    """Return trackers for the shards that a kernel looks up. For a fused kernel, a hook observes its lookups."""
+    """Return trackers of the shards that a kernel holds. A hook observes the lookups of a fused kernel."""
     names = [each.name for each in list_kernel_tables(kernel)]
     shards = [_find_shard(tables[each.name], get_shard_origin(each)) for each in list_kernel_tables(kernel)]
     if find_fused_lookup(kernel) is None:
@@ -234,7 +234,7 @@ class IdChanges:
             self.mark(name, torch.arange(part.capacity))
 
     def take(self) -> dict[str, IdRowChanges]:
-        """Return this rank's rows with changed ids, and clear all marks.
+        """Return table → rows with changed ids that this rank publishes, and clear all marks.
 
         The maps must not contain assignments for later steps, which a pipeline makes ahead.
         """
@@ -250,7 +250,7 @@ class IdChanges:
             self._pending[name].insert(0, changes)
 
     def _collect(self, pending: list[IdRowChanges], free: torch.Tensor, previous: torch.Tensor) -> IdRowChanges:
-        """Return the current ids of rows.
+        """Return the changed rows that this rank publishes, with their current ids.
 
         Args:
             pending: Changes, oldest first.

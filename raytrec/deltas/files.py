@@ -52,7 +52,7 @@ class DeltaFiles:
         self.entries: dict[Operation, dict[str, FileEntry]] = {}
 
     def write_rows(self, name: str, pieces: Iterable[RowPiece]) -> None:
-        """Write new values of rows; no file is written if there are none.
+        """Write new values of rows to a file with this name, unless there are none.
 
         Raises:
             ValueError: A value is not finite.
@@ -61,7 +61,7 @@ class DeltaFiles:
         self._write("rows", name, (self._to_row_columns(piece) for piece in pieces))
 
     def write_ids(self, name: str, changes: Mapping[str, IdRowChanges]) -> None:
-        """Write rows with changed ids; no file is written if there are none. OSError is raised as in `write_rows`."""
+        """Write rows with changed ids (table → rows) like `write_rows`, except for the check of the values."""
         columns = (
             [self._repeat(table, len(rows)), rows.numpy(), pa.array(ids.numpy(), mask=~has_id.numpy())]
             for table, (rows, ids, has_id) in changes.items()
@@ -70,7 +70,7 @@ class DeltaFiles:
         self._write("ids", name, columns)
 
     def write_dense(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
-        """Write dense weights, which must be in host memory. OSError is raised as in `write_rows`."""
+        """Write dense weights (name → tensor in host memory). An OSError is raised as in `write_rows`."""
         columns = [
             list(values),
             [str(value.dtype).removeprefix("torch.") for value in values.values()],
@@ -232,6 +232,6 @@ class ManifestWriter:
 
 
 def describe_failure(failure: Exception) -> str:
-    """Return the reason for a failure in one line."""
+    """Return the reason for a failure as a short text, without its place and advice."""
     reason = failure.what if isinstance(failure, RaytrecError) else getattr(failure, "strerror", None)
     return reason or get_first_line(failure)

@@ -74,7 +74,7 @@ class DeltaStream(Section):
 
 
 class DeltaTable(Section):
-    """Size of a table, which must equal the size of the consumer's table."""
+    """Size of a table, which must equal the table's size in the export to which the delta is applied."""
 
     rows: PositiveInt
     dim: PositiveInt
@@ -173,7 +173,7 @@ class UnusableDeltaError(ValueError):
 
 
 def read_batches(folder: str, manifest: DeltaManifest, operation: Operation) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of all files of an operation, after checking offsets, dictionaries and nulls.
+    """Yield the record batches of all files of an operation, after checking their checksums, types and nulls.
 
     Args:
         folder: Folder of deltas.
@@ -203,17 +203,17 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
             with filesystem.open_input_stream(path) as file:
                 content = file.read_buffer(entry.bytes)
     if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
-        raise UnusableDeltaError(f"the file differs from the written file of {entry.bytes:,} bytes")
+        raise UnusableDeltaError(f"the file differs from the size ({entry.bytes:,} bytes) or checksum in the manifest")
     # The messages are read in file order; the footer, which could point to other positions, is not used.
     stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
     if has_compressed_buffers(stream):
         raise UnusableDeltaError("the buffers are compressed")
     table = pa.ipc.open_stream(stream).read_all()
     if not table.schema.equals(schema, check_metadata=True):
-        raise UnusableDeltaError("the Arrow schema or its metadata differ from the format of deltas")
+        raise UnusableDeltaError("the Arrow schema or its metadata differs from the format of deltas")
     table.validate(full=True)  # offsets outside of the values would read other memory
     if any(table[name].null_count for name in table.column_names if name != "id"):
-        raise UnusableDeltaError("a value is null")
+        raise UnusableDeltaError("a column other than id contains null")
     return table.to_batches()
 
 
@@ -225,7 +225,7 @@ def select_tables(batch: pa.RecordBatch, tables: Container[str]) -> Iterator[tup
     """
     column = batch["table"]
     if len(column.dictionary) > MAX_NAMES:
-        raise UnusableDeltaError(f"a file names {len(column.dictionary):,} tables")
+        raise UnusableDeltaError(f"a file names {len(column.dictionary):,} tables, more than {MAX_NAMES:,}")
     codes = column.indices.to_numpy()
     for code in np.unique(codes):
         if (name := column.dictionary[code].as_py()) in tables:

@@ -93,13 +93,16 @@ class DeltaPublisher:
         self._number = self._mark_since(position, step)
 
     def take_request(self) -> bool:
-        """Return True once if export.deltas.every_s has passed since the last `cut`, and no delta is being written."""
+        """Return True if export.deltas.every_s seconds have passed since the last `cut`, and no delta is being written.
+
+        After True, the result is False until the next `cut`.
+        """
         is_busy = self._is_requested or not (self._running is None or self._running.done())
         self._is_requested |= not is_busy and monotonic() - self._cut_at >= self._section.every_s
         return not is_busy and self._is_requested
 
     def lacks_export(self) -> bool:
-        """Return True if the folder contains no full export; False if the store does not respond."""
+        """Return True if the folder contains no complete full export; False if the store cannot be read."""
         try:
             return not list_exports(self._folder)
         except OSError:
@@ -117,7 +120,7 @@ class DeltaPublisher:
             last: True if the run ends with this state.
 
         Returns:
-            Entry for the index of a checkpoint of this state.
+            Entry for the index of a checkpoint of this state: {"deltas": {"stream": id, "number": number}}.
         """
         self.collect()
         if self._marks_all:
@@ -157,7 +160,7 @@ class DeltaPublisher:
         self._cut, self._has_failed = None, outcome.error is not None
 
     def wait_until_written(self) -> None:
-        """Wait until the delta in progress has been written or has failed, for at most COMMIT_TIMEOUT_S seconds."""
+        """Wait until the delta in progress, if any, is written or has failed, for at most COMMIT_TIMEOUT_S seconds."""
         if running := self._running:
             wait([running], COMMIT_TIMEOUT_S)
 
@@ -176,7 +179,7 @@ class DeltaPublisher:
         return copies
 
     def _mark_since(self, position: Mapping[str, Any] | None, step: int) -> int:
-        """Mark the changes of all deltas since a checkpoint, and return the number of the newest delta."""
+        """Mark the changes since a checkpoint, or everything if unknown; return the number of the newest delta."""
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             found[0] = self._manifests.find_since(position, step)

@@ -80,21 +80,36 @@ INVALID = {
     "a negative row": ({"rows": with_row(-1)}, "row -1 is not in table user"),
     "NaN": ({"rows": with_values(1, np.nan, 1, 1)}, "row 1 of table user contains NaN or infinity"),
     "infinity": ({"rows": with_values(1, 1, np.inf, 1)}, "row 1 of table user contains NaN or infinity"),
-    "a row twice": ({"change": replace("rows", lambda _: read_table(0, 4, True))}, "a row of table user occurs twice"),
-    "some columns": ({"change": replace("rows", lambda _: read_table(0, 3))}, "row 1 of table user lacks columns"),
-    "other columns": ({"change": replace("rows", lambda _: read_table(2, 4))}, "columns 2 to 5 are not in table user"),
-    "negative columns": ({"change": replace("rows", lambda _: read_table(-1, 4))}, "columns -1 to 2 are not in table"),
-    "no columns": ({"change": replace("rows", lambda _: read_table(0, 0))}, "columns 0 to -1 are not in table user"),
-    "null rows": ({"change": replace("rows", with_null)}, "a value is null"),
+    "a row twice": (
+        {"change": replace("rows", lambda _: read_table(0, 4, True))},
+        "a row of table user has two values for a column",
+    ),
+    "some columns": (
+        {"change": replace("rows", lambda _: read_table(0, 3))},
+        "row 1 of table user has no values for some columns",
+    ),
+    "other columns": (
+        {"change": replace("rows", lambda _: read_table(2, 4))},
+        r"columns \[2, 6\) are not columns of table user",
+    ),
+    "negative columns": (
+        {"change": replace("rows", lambda _: read_table(-1, 4))},
+        r"columns \[-1, 3\) are not columns of table",
+    ),
+    "no columns": (
+        {"change": replace("rows", lambda _: read_table(0, 0))},
+        r"columns \[0, 0\) are not columns of table user",
+    ),
+    "null rows": ({"change": replace("rows", with_null)}, "a column other than id contains null"),
     "another operation": ({"change": lambda tables: tables | {"rows": tables["ids"]}}, "the Arrow schema or its meta"),
     "another version": (
         {"change": replace("rows", lambda table: table.replace_schema_metadata({"raytrec.version": "2"}))},
-        "the Arrow schema or its metadata differ",
+        "the Arrow schema or its metadata differs",
     ),
     "an id of a fallback row": ({"ids": {"item": {6: 3}}}, "row 6 is not in table item, which has 6"),
     "an id of a static table": ({"ids": {"user": {1: 3}}}, "table user has no managed ids"),
     "a missing weight": ({"dense": {"model.w": WEIGHTS["model.w"]}}, "weight model.b is missing"),
-    "an unknown weight": ({"dense": WEIGHTS | {"model.x": torch.zeros(1)}}, "weight 'model.x' is not in the programs"),
+    "an unknown weight": ({"dense": WEIGHTS | {"model.x": torch.zeros(1)}}, "weight 'model.x' is not in the export"),
     "another shape": ({"dense": WEIGHTS | {"model.w": torch.zeros(3, 2)}}, r"weight model.w is float32 \[3, 2\]"),
     "another dtype": ({"dense": WEIGHTS | {"model.b": torch.zeros(2).double()}}, "weight model.b is float64"),
     "a weight that is NaN": (
@@ -102,7 +117,7 @@ INVALID = {
         "weight model.b contains NaN",
     ),
     "a larger table": ({"tables": {"user": {"rows": 10, "dim": 4}}}, "table user has 10 rows of dim 4 instead of 9"),
-    "a missing table": ({"tables": {"user": {"rows": 9, "dim": 4}}}, "table item has no rows instead of 7"),
+    "a missing table": ({"tables": {"user": {"rows": 9, "dim": 4}}}, "table item is missing in the manifest"),
 }
 
 
@@ -221,7 +236,7 @@ def test_gaps_are_refused(folder):
         check_gap(str(folder.path), start)
 
     (folder.path / "stream.json").unlink()
-    with pytest.raises(RunError, match="the folder of deltas no longer exists"):
+    with pytest.raises(RunError, match="the folder no longer contains the deltas of the run"):
         check_gap(str(folder.path), start)
 
 
@@ -240,7 +255,7 @@ def test_only_folders_of_deltas_are_followed(folder, tmp_path):
         with pytest.raises(RunError, match=message):
             check_is_stream(str(tmp_path / name))
     for wrong in (folder.path / "deltas", tmp_path / "data" / "part-0.parquet"):
-        with pytest.raises(RunError, match=r"contains other files|this is a file"):
+        with pytest.raises(RunError, match=r"contains other files|the path is a file"):
             check_is_stream(str(wrong))
 
 
@@ -256,8 +271,8 @@ def test_export_must_belong_to_one_delta(folder):
     place, third = str(folder.path), source.model_copy(update={"step": 30})
     assert find_position(place, "films-export", third).number == 3
     assert find_position(place, f"{place}/exports/{format_number(2)}", source).number == 2
-    for wrong, found in ((source, "1, 2"), (source.model_copy(update={"step": 20}), "none")):
-        with pytest.raises(RunError, match=f"of the export is not the step of exactly one delta: {found}"):
+    for wrong, found in ((source, "deltas 1, 2 lead"), (source.model_copy(update={"step": 20}), "no delta leads")):
+        with pytest.raises(RunError, match=f"{found} to step {wrong.step} of the export"):
             find_position(place, "films-export", wrong)
     start = find_position(place, f"{place}/exports/{format_number(1)}", source)
     assert [each.number for each in _read_chain(place, start, None)] == [1, 2, 3]

@@ -244,7 +244,7 @@ def test_new_stream_is_followed_from_its_first_export(steps, folder, exports, se
     shutil.rmtree(folder.path)
     anew = DeltaFolder(folder.path, folder.tables, "stream-2")
     anew.write(1, 5)
-    service.wait_for_problem("the folder contains another stream: stream-2")
+    service.wait_for_problem("the folder contains the deltas of another run: stream stream-2")
     assert service.ready()["freshness"]["step"] == 2
     anew.add_export(1, exports(5))
     service.wait(delta=1, step=5, problem=None)
@@ -255,7 +255,7 @@ def test_new_stream_is_followed_from_its_first_export(steps, folder, exports, se
 def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys):
     command.wait_for_full_export(str(folder.path))
     shutil.rmtree(folder.path / "exports")
-    with pytest.raises(RunError, match="the run has not written a full export yet"):
+    with pytest.raises(RunError, match="the folder contains no usable full export"):
         follow.Follower(str(folder.path))
     monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 0.1)
     with pytest.raises(RunError, match=r"after 0.1 s: run small has not written a full export"):
