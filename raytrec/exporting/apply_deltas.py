@@ -39,14 +39,16 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
         export: Export of a checkpoint; local, s3:// or gs://. Its tables may have any precision.
         deltas: Folder of deltas of the same run (export.deltas.to).
         out: Output folder; local, s3:// or gs://.
-        to: Number of the last delta to apply; default: the newest.
+        to: Number of the last delta to apply; default: the newest one. With the delta of the export itself, the result
+            is a copy.
         allow_code: True to allow transforms of the export to name code.
 
     Returns:
-        Result with the metrics version, step, deltas (number of applied deltas), name and seconds.
+        Result with the metrics version, step, deltas (number of applied deltas), name (of the run) and seconds.
 
     Raises:
-        RunError: The export or a delta cannot be used, or another process is writing to `out`.
+        RunError: The export or a delta cannot be used, there is no or more than one delta for the step of the export,
+            a file cannot be written, or another process is writing to `out`.
         ConfigError: `out` contains other files, there is no delta `to`, or a transform of the export names code and
             `allow_code` is False.
     """
@@ -74,7 +76,7 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
     """Return the position `start`, followed by the position after each delta to apply.
 
     Raises:
-        ConfigError: Delta `to` does not follow the start.
+        ConfigError: Delta `to` does not exist, or is older than `start`.
         RunError: A manifest cannot be used.
     """
     positions = [start]
@@ -84,7 +86,8 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
         while following := read_next(folder, positions[-1]):
             positions.append(following)
         first, last = start.number, positions[-1].number
-        raise ConfigError(f"there is no delta {to} after delta {first}", where="--to", expected=f"{first} to {last}")
+        what, expected = f"there is no delta {to} after delta {first} of the export", f"a number from {first} to {last}"
+        raise ConfigError(what, where="--to", expected=expected)
     return positions
 
 
@@ -98,13 +101,16 @@ def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
             expected = f"a file of {size:,} bytes"
             raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected)
         (work / name).parent.mkdir(parents=True, exist_ok=True)
-        with convert_os_errors(f"{name} cannot be copied", where=export, do="free disk space, or set TMPDIR"):
+        do = "check the export, and set TMPDIR to a folder with enough space"
+        with convert_os_errors(f"{name} cannot be copied to a temporary folder", where=export, do=do):
             fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())
     check_files(work, copied, True, export)
 
 
 class _PatchedExport:
-    """Local copy of an export, whose files change as deltas are applied.
+    """Local copy of an export, to which deltas are applied.
+
+    Rows are changed in the table files. New ids and weights are in memory until `finish` writes them.
 
     Args:
         folder: Local folder of the copy.
@@ -118,7 +124,7 @@ class _PatchedExport:
         self.ids: dict[str, IdRows] = {n: read_ids(folder / file, manifest, n) for n, file in manifest.ids.items()}
 
     def apply(self, source: str, delta: Delta) -> None:
-        """Apply a delta; `source` is the folder of deltas, for messages."""
+        """Apply a delta, or raise RunError if it does not fit the export; `source` is the folder of deltas."""
         with refuse_unusable(source, delta.position):
             tables = place_tables(self.manifest, self.manifest.stacks)
             for name, changes in delta.rows.items():
@@ -159,11 +165,7 @@ def _write_export(
     base, source = patched.manifest, patched.manifest.source
     for position in positions:
         console.phase(f"applying delta {position.number}, step {position.manifest.step:,}", always=False)
-        delta = read_delta(deltas, position, base.data_schema, patched.weights)
-        try:
-            patched.apply(deltas, delta)
-        except ValueError as error:
-            raise RunError(f"delta {position.number} cannot be applied: {error}", where=deltas) from None
+        patched.apply(deltas, read_delta(deltas, position, base.data_schema, patched.weights))
     patched.finish()
     for name in sorted(base.files.keys() - {ONNX_FILE}):
         with (patched.folder / name).open("rb") as stream:

@@ -39,9 +39,9 @@ from raytrec.worker.evaluate import evaluate
 
 
 def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Part]]:
-    """Return the first `count` rows of a dataset as read from its files, with widened types, and their locations.
+    """Return the first `count` rows of a dataset as stored in its files, and their locations in the files.
 
-    If there are no rows, the table is empty but still has the types of the columns.
+    Types are widened so that the rows of all files fit. The columns have their types even if there are no rows.
 
     Raises:
         DataError: A column has incompatible types in different files.
@@ -91,7 +91,7 @@ def check_golden(
         manifest: Manifest of the export.
         golden: Golden rows with their scores.
         precision: Precision of the tables.
-        onnx: Program `predict` that also compares its scores with those of onnxruntime; None: no ONNX.
+        onnx: Program `predict`, which compares its scores with those of onnxruntime; None: there is no ONNX model.
 
     Raises:
         RunError: The scores of a program differ from the golden scores, or from the scores of onnxruntime.
@@ -123,7 +123,7 @@ def compare_precisions(
         missing, the result is empty and a warning is printed.
 
     Raises:
-        DataError: The schema does not allow a value in a row.
+        DataError: A row contains a value that the schema does not allow, and data.on_error is not skip.
     """
     eval_config = trained.saved.config.eval.model_copy(update={"retrieval": None, "slices": []})
     config = trained.saved.config.model_copy(update={"eval": eval_config})
@@ -131,7 +131,7 @@ def compare_precisions(
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
     except DataError as error:  # golden rows have been scored before, so only columns of the tasks can be missing
-        console.warn(f"skipped the comparison of metrics: {error.what} ({error.where})")
+        console.warn(f"metrics with fp32 and {precision} tables are not compared: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, eval_config)
     stream = LocalStream(

@@ -69,8 +69,8 @@ def export(
             computed on all rows of the data, with fp32 tables and with quantized tables.
         data: Parquet folder or file from which column types, golden rows and rows for metrics are read; default:
             data.test of the run if set, else data.valid, else data.train.
-        golden_rows: Number of rows that are exported with their scores. Whenever the export is loaded, the scores
-            of these rows are computed again and compared.
+        golden_rows: Maximum number of rows of the data that are exported with their scores. Whenever the export is
+            loaded, the scores of these rows are computed again and compared.
         onnx: True to also write model.onnx, the dense model for onnxruntime.
         mlflow: True to log the export as a model of the run's MLflow run; each call logs a model.
         embed: True to copy the export's files into the MLflow model; default: the model stores the export's
@@ -84,8 +84,8 @@ def export(
         undefined). With MLflow, also mlflow_model, the model's URI.
 
     Raises:
-        RunError: There is no checkpoint, exported scores differ from the run's scores, the run is not in MLflow, or
-            another process is writing to `out`.
+        RunError: There is no checkpoint, exported scores differ from the run's scores, `mlflow` is set and the run is
+            not in MLflow, a file cannot be written, or another process is writing to `out`.
         ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set although `mlflow`
             is not set or `out` is not local.
         DataError: The data does not match the schema.
@@ -105,9 +105,9 @@ def export(
     target = ExportFolder(out, "raytrec export", binding, request)
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
-            "only a local export can be embedded in an MLflow model",
+            "the export cannot be embedded without --mlflow and a local --out",
             where="--embed",
-            expected="--mlflow and a local --out",
+            expected="--mlflow, and a local folder as --out",
         )
     tracked = MlflowRun.from_run_folder(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():
@@ -215,7 +215,7 @@ def _write_export(
 
 
 def encode_ids(id_rows: IdRows) -> bytes:
-    """Return the content of a Parquet file with the managed ids of a table and their rows."""
+    """Return the content of a Parquet file with the columns id and row, the managed ids of a table and their rows."""
     sink, (ids, rows) = io.BytesIO(), id_rows.ids
     pq.write_table(pa.table({"id": ids.numpy(), "row": rows.numpy()}), sink, compression="zstd")
     return sink.getvalue()

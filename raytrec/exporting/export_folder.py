@@ -52,13 +52,13 @@ class ExportFolder:
         self.folder, self.claim = ClaimedFolder(out, command), ExportClaim(binding, {}, request)
 
     def complete(self) -> Manifest | None:
-        """Return the manifest if the export is complete; otherwise claim the folder and return None.
+        """Return the manifest if the folder contains this export in full; else return None and prepare to continue.
 
-        Complete files of the same export are added to the claim. Files of the same request from another
-        checkpoint are deleted, because the run may have removed that checkpoint.
+        Complete files of the same interrupted export are added to the claim. Files of the same request from another
+        checkpoint or delta are deleted, because an export must not mix their states.
 
         Raises:
-            ConfigError: The folder contains other files.
+            ConfigError: The folder contains another export or other files.
             RunError: The folder cannot be read or written.
         """
         with _report_write_errors(self.folder.uri):
@@ -106,10 +106,10 @@ class ExportFolder:
             self.folder.write(CLAIM_FILE, to_json_document(self.claim))
 
     def commit(self, manifest: Manifest) -> None:
-        """Complete the manifest, check an export on disk, write the manifest, and delete the claim.
+        """Add the files to the manifest, check the scores of a local export, write the manifest, and delete the claim.
 
         Raises:
-            RunError: A file cannot be written, or the loaded export has other scores.
+            RunError: A file cannot be written, or scores of golden rows differ when the export is loaded.
         """
         manifest.files = dict(self.claim.files)
         if self.folder.is_local:
@@ -122,5 +122,5 @@ class ExportFolder:
 
 
 def _report_write_errors(where: str) -> AbstractContextManager[None]:
-    do = "free disk space and repeat the command; complete files are kept"
+    do = "fix the cause and repeat the command; complete files are kept"
     return convert_os_errors("the export cannot be written", where=where, do=do)

@@ -91,7 +91,7 @@ class MlflowRun:
 
         Raises:
             ConfigError: The export's URI contains a password.
-            RunError: The store rejects the model.
+            RunError: MLflow or its store reports an error.
         """
         if not embed and hide(export) != export:
             raise ConfigError(
@@ -128,7 +128,7 @@ class MlflowRun:
                 )
         except Exception as error:  # MLflow and its stores raise exceptions of many types
             raise RunError(
-                f"MLflow rejected the model: {reason(error)}",
+                f"the model cannot be logged in MLflow: {reason(error)}",
                 where=f"tracking.uri={hide(self.uri)}",
                 do="fix the cause and repeat the command; the complete export is kept",
             ) from error

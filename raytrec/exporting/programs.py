@@ -188,7 +188,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         outputs: Names of the outputs.
 
     Raises:
-        ConfigError: Packages are missing, or ONNX does not support an operator of the program.
+        ConfigError: Packages are missing, or torch cannot convert the program, such as an operator unknown to ONNX.
     """
     try:
         import onnxruntime  # noqa: F401 (to compare with)
@@ -198,7 +198,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
             f"{error.name} is not installed",
             where="--onnx",
             expected="onnx, onnxscript and onnxruntime",
-            do="pip install --no-deps -r requirements/onnx.txt (docs/export.md)",
+            do="run `pip install --no-deps -r requirements/onnx.txt` (docs/export.md)",
         ) from None
     op: Any = onnxscript.opset18
 
@@ -225,7 +225,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         raise ConfigError(
             f"the model cannot be exported to ONNX: {_summarize_error(error)}",
             where="--onnx",
-            expected="operators supported by ONNX",
+            expected="a model whose operators torch can convert to ONNX",
             do="omit --onnx, or use other operators in the model",
         ) from error
     return buffer.getvalue()
@@ -237,7 +237,7 @@ def make_input_name(program_input: Input) -> str:
 
 
 def _summarize_error(error: BaseException) -> str:
-    """Return a message that names the operator ONNX does not support, or the first line of the innermost error."""
+    """Return a message that names the operator that ONNX does not support, or the first line of the innermost error."""
     while error.__cause__ is not None:
         error = error.__cause__
     missing = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
@@ -270,7 +270,7 @@ class ComparedProgram:
         """Return the program's outputs after comparing them with onnxruntime's outputs.
 
         Raises:
-            RunError: onnxruntime's outputs differ by more than TOLERANCE.
+            RunError: The shape of an output differs, or its values differ by more than TOLERANCE.
         """
         names = [make_input_name(each) for each in self._inputs]
         values = {name: tensor.numpy() for name, tensor in zip(names, tensors, strict=True)}
@@ -292,7 +292,7 @@ class ComparedProgram:
         """Compare the outputs of both programs for random rows, in batches of RANDOM_BATCH_SIZES.
 
         Raises:
-            RunError: The outputs differ by more than TOLERANCE.
+            RunError: The outputs differ; see `forward`.
         """
         for rows in RANDOM_BATCH_SIZES:
             self.forward(*(make_example_input(each, rows) for each in self._inputs))

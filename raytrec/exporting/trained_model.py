@@ -107,7 +107,7 @@ def make_source(trained: TrainedModel) -> ExportSource:
 
 
 def list_tasks(trained: TrainedModel) -> list[TaskEntry]:
-    """Return the manifest entries of the tasks, with their prediction columns."""
+    """Return the manifest entry of each task, with the name of its score column."""
     tasks = trained.objective.tasks
     return [
         TaskEntry(name=task.name, label=task.label, column=column, classes=task.outputs, predicts=task.loss.predicts)
@@ -125,7 +125,7 @@ def list_towers(trained: TrainedModel) -> dict[TowerName, list[str]]:
 
 
 def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
-    """Return the manifest entries of the stacks. Tables of the same dim are in one stack."""
+    """Return the manifest entries of the stacks, each of which contains all tables of one dim."""
     names: dict[int, list[str]] = {}
     for name, table in schema.tables.items():
         names.setdefault(table.dim, []).append(name)
@@ -139,7 +139,7 @@ def plan_stacks(schema: Schema, precision: PrecisionName) -> list[StackEntry]:
 
 
 def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) -> Iterator[bytes]:
-    """Yield the content of a stack's block file, which starts with row number · block_rows, in pieces.
+    """Yield the content of a stack's file `number` in pieces. The file begins with row number · block_rows.
 
     For the format, see scoring/stored_tables.py.
     """
@@ -170,7 +170,7 @@ class CheckpointTable:
         self._table, self._as_stored = table, make_rounding(precision)
 
     def vectors(self, rows_N: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of table rows: int64 [N] → float32 [N, dim]."""
+        """Return the vectors of rows of the table: int64 [N], in any order → float32 [N, dim]."""
         used, places_N = rows_N.unique(return_inverse=True)
         return self._as_stored(torch.from_numpy(self._table.take(used.tolist())))[places_N]
 
