@@ -232,11 +232,6 @@ class Service:
     async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
         """Score and count the rows of a request, and pass them to the request log and the shadow challenger, if any.
 
-        Args:
-            request: HTTP request.
-            query: Rows of the request.
-            decode: Function that decodes the request for another model, used by a shadow challenger.
-
         Returns:
             The scores, and additional headers of the response.
         """
@@ -308,7 +303,8 @@ class Service:
             if answer is not None and answer.shape == values.shape:
                 difference = float(np.abs(values - answer).mean()) * len(values)
                 if not np.isfinite(difference):
-                    raise RunError(f"a score or served score in column '{column}' is not finite", where=version)
+                    what = f"a score of the challenger or of the served version in column '{column}' is not finite"
+                    raise RunError(what, where=version)
                 figures.shadow_difference.labels(version, column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:

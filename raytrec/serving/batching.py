@@ -88,10 +88,7 @@ class Batcher:
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function, which may change a model, once all rows that are waiting now have been scored.
-
-        Call this method in the event loop. An idle batcher calls the function immediately.
-        """
+        """Call a function, which may change a model, once all waiting rows are scored. Call this in the event loop."""
         if self._running:
             self._queue.append(action)
         else:
@@ -210,10 +207,7 @@ def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
 
 
 def _to_query_error(piece: _BatchPart) -> DataError | None:
-    """Score the whole query of a failed part, and return its DataError, whose row numbers are those of the query.
-
-    Return None if the part contains the whole query, or if there is no DataError.
-    """
+    """Score the whole query of a failed part; return its DataError, with row numbers of the query, or None."""
     if piece.rows is piece.query.rows:
         return None
     try:

@@ -338,10 +338,6 @@ def shut_down_service(name: str, table_shards: int = 0) -> None:
     """Delete a service with its coordinator and table shards, even if the service has only partly started.
 
     Ray Serve is shut down unless it runs other applications, in which case the call waits up to 60 s for the deletion.
-
-    Args:
-        name: Name of the service and of its Serve application.
-        table_shards: Number of table shards; 0: the service has none.
     """
     import ray
     from ray import serve

@@ -82,9 +82,7 @@ class LoadedTables:
         return self._position.number if self._position else 0
 
     def advance(self, delta: int) -> None:
-        """Apply the existing deltas after the newest state, up to and including the delta with this number.
-
-        Only one thread may call this method at a time.
+        """Apply the existing deltas up to this number to the newest state. Only one thread may call this at a time.
 
         Raises:
             RunError: A delta cannot be used. The deltas before it remain applied.
