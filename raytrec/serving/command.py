@@ -100,10 +100,10 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
 
 
 def check_is_stream(folder: str) -> None:
-    """Check that a place is a folder of deltas, has no files yet, or does not exist yet.
+    """Check that a path or URI is a folder of deltas, an empty folder, or does not exist yet.
 
     Raises:
-        RunError: The place is a file or a folder with other content, or cannot be read.
+        RunError: It is a file or a folder with other content, or cannot be read.
     """
     from raytrec.deltas.chain import find_stream, list_names
     from raytrec.deltas.format import STREAM_FILE

@@ -84,7 +84,7 @@ class LoadedExports:
         return self._prepared.scorer.version
 
     def commit(self, version: str) -> None:
-        """Serve the prepared export.
+        """Serve the prepared export, which must have this version, and keep the current export as the previous one.
 
         Raises:
             RunError: The prepared export has another version.

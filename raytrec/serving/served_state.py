@@ -96,7 +96,7 @@ def describe_state(scorer: Scorer) -> dict[str, Any]:
 
 
 def describe_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the dtype and the shape of each tensor."""
+    """Return name → {"dtype": torch's name such as float32, "shape": list of sizes}."""
     return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": [*t.shape]} for name, t in tensors.items()}
 
 

@@ -48,7 +48,7 @@ class StackRequest:
 
 
 def encode_request(key: str, stacks: Sequence[StackRequest]) -> bytes:
-    """Return the bytes of a request."""
+    """Return the bytes of a request for rows of these stacks in the state with this key."""
     name = key.encode()
     header = [MESSAGE_FORMAT, len(name), len(stacks)]
     for each in stacks:
@@ -76,7 +76,7 @@ def decode_key(request: memoryview) -> str:
 
 
 def decode_request(request: memoryview, shapes: Sequence[tuple[int, int]]) -> list[StackRequest]:
-    """Return the stacks of a request whose key has been decoded.
+    """Return the requested rows of each stack. Call `decode_key`, which checks the header, before.
 
     Args:
         request: Bytes of the request.

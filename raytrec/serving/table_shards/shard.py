@@ -172,7 +172,7 @@ class TableShard:
         raise failure
 
     def answer(self, request: memoryview) -> pa.Buffer:
-        """Return the response to a request.
+        """Return the response to a request for vectors (messages.py).
 
         Raises:
             ValueError: The request is malformed, or the shard does not have the state.
