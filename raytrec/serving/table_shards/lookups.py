@@ -189,7 +189,7 @@ class ShardedLookups(Lookups):
         """
         began, asked, missing = monotonic(), [], set[int]()
         if (size := sum(each.vector_bytes for each in lookups)) > MAX_VALUE_BYTES:
-            what, expected = f"the vectors of all ids have {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
+            what, expected = f"the vectors of all ids take {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
             raise DataError(what, where="the rows", expected=expected, do="send fewer rows per request")
         for connection in self._connections:
             stacks = [each.request(connection.number) for each in lookups]
