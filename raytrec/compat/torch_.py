@@ -212,11 +212,12 @@ _untimed_wait: Any = dist.Work.wait
 
 
 def time_waits(timed: Callable[[Callable], Callable]) -> None:
-    """Replace torch.distributed.Work.wait, by which this process waits for other ranks, also within TorchRec.
+    """Replace torch.distributed.Work.wait, with which this process, including TorchRec, waits for other ranks.
+
+    Another call replaces the previous replacement.
 
     Args:
-        timed: Function that takes the original torch.distributed.Work.wait and returns its replacement. If
-            `time_waits` is called again, the new replacement supersedes the previous one.
+        timed: Function that takes the original torch.distributed.Work.wait and returns its replacement.
     """
     dist.Work.wait = timed(_untimed_wait)
 

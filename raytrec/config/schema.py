@@ -73,9 +73,13 @@ class Schema(SchemaPart):
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
         if unknown := sorted(set(self.statistics) - set(self.sparse)):
-            raise ValueError(f"statistics: not sparse features: {', '.join(unknown)}")
+            raise ValueError(
+                f"statistics: there is no sparse feature '{unknown[0]}'{format_suggestion(unknown[0], self.sparse)}"
+            )
         if unknown := sorted(set(self.scale) - set(self.dense)):
-            raise ValueError(f"scale: not dense columns: {', '.join(unknown)}")
+            raise ValueError(
+                f"scale: there is no dense column '{unknown[0]}'{format_suggestion(unknown[0], self.dense)}"
+            )
         self._check_candidates()
         for name in self.tables:
             if name != to_table_name(name) or not name:
@@ -87,9 +91,9 @@ class Schema(SchemaPart):
             raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
         single = [*self.labels, *self.dense]
         if duplicates := {c for c in single if single.count(c) > 1}:
-            raise ValueError(f"labels, dense: listed twice: {', '.join(sorted(duplicates))}")
+            raise ValueError(f"labels, dense: column '{min(duplicates)}' is listed twice")
         if leaked := set(self.labels) & set(self._list_sparse_columns()):
-            raise ValueError(f"sparse: labels are also inputs: {', '.join(sorted(leaked))}")
+            raise ValueError(f"sparse: column '{min(leaked)}' is a label and also an input")
         return self
 
     def _check_candidates(self) -> None:

@@ -135,7 +135,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), as int64 [ids + 1].
 
     The size of a part is proportional to frequency ** power, where `column` of the Parquet file `uri` contains the
-    frequency of each id. An id is the index of a row of the file.
+    frequency of each id; the part of frequency 0 is empty. An id is the index of a row of the file.
 
     Raises:
         ValueError: A frequency is negative, null or NaN, or the sum of all frequencies is zero or infinite.

@@ -191,7 +191,7 @@ class ManifestWriter:
         except (OSError, RaytrecError) as failure:
             return known, describe_failure(failure), ""
         number = self._newest.number
-        error = None if number == known else f"delta {number} exists already"
+        error = None if number == known else f"delta {number} already exists in {self._folder}"
         return number, error, f"{format_number(number + 1)}-{uuid.uuid4().hex[:8]}"
 
     def commit(self, number: int, entries: Iterable[dict[Operation, dict[str, FileEntry]]], **about: Any) -> str | None:

@@ -232,7 +232,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
         copies, ahead = estimate_copy_bytes(config, schema, constraints, min_workers)
         if copies + ahead > (1 - HOST_RESERVE_SHARE) * share:
             console.warn(
-                f"checkpoints copy {copies / GIB:.1f} GiB of each GPU to main memory, and {ahead / GIB:.1f} GiB of "
+                f"checkpoints copy {copies / GIB:.1f} GiB from each GPU to main memory, and {ahead / GIB:.1f} GiB of "
                 f"rows are read ahead, which may leave too little of each worker's {share / GIB:.1f} GiB for its "
                 "processes; set checkpoint.async_save=false to avoid the copies"
             )

@@ -172,7 +172,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
         raise add_recovery_hint(error, config, steps) from None
     except KeyboardInterrupt:
         status = "KILLED"
-        console.note(f"resume with: {resume_command(config)}")
+        console.note(f"to resume: {resume_command(config)}")
         raise
     finally:
         exports.close()

@@ -91,8 +91,11 @@ def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, Embedding
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
     """Return table → constraint from plan.tables, plan.colocate and plan.sharding_types, in the schema's order.
 
+    Sharding types that a table does not support are omitted, if it is read id by id or plan.qcomms is int8.
+
     Raises:
-        ConfigError: No table matches a name in plan.tables or plan.colocate, or a table's settings are contradictory.
+        ConfigError: No table matches a name in plan.tables or plan.colocate, the settings of a table are incomplete
+            or contradictory, or the table supports none of its sharding types.
     """
     constraints: dict[str, dict] = {table: {} for table in schema.tables}
     for pattern, settings in config.plan.tables.items():

@@ -181,14 +181,15 @@ class ScoringModule(nn.Module):
 def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
     """Convert a program to ONNX, and return the content of model.onnx. The model accepts any number of rows.
 
-    Inputs are named KIND.FEATURE (`make_input_name`), and have the order of the program's inputs.
+    Inputs are named KIND.FEATURE, or `dense` (`make_input_name`), and have the order of the program's inputs.
 
     Args:
         program: Program to convert.
         outputs: Names of the outputs.
 
     Raises:
-        ConfigError: Packages are missing, or torch cannot convert the program, such as an operator unknown to ONNX.
+        ConfigError: Packages are missing, or torch cannot convert the program, for example because
+            ONNX lacks an operator.
     """
     try:
         import onnxruntime  # noqa: F401 (to compare with)

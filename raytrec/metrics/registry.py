@@ -148,9 +148,9 @@ class GroupMetric(Metric):
 
     @classmethod
     def of_ranks(cls, ranks_GR: torch.Tensor, positives_G: torch.Tensor) -> torch.Tensor:
-        """Return the value of each group from the ranks of its positive rows, float64 [G], if all labels are 0 or 1.
+        """Return the value of each group, float64 [G], from the ranks of its positive rows. Labels must be 0 or 1.
 
-        Metrics with this method are also used in full rankings (selection.select_ranking_metrics).
+        Built-in metrics that define this method are also used in full rankings (selection.select_ranking_metrics).
 
         Args:
             ranks_GR: Ranks of each group's positive rows, int64 [G, R], in ascending order, where the best rank is

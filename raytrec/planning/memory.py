@@ -180,7 +180,7 @@ def disable_async_save(config: RunConfig) -> RunConfig:
 
 
 def exclude_training_memory(config: RunConfig) -> RunConfig:
-    """Return the configuration with SGD for all tables, which has no state, and without asynchronous saves."""
+    """Return the configuration with SGD, which has no state, for all tables, and without asynchronous saves."""
     optim = config.optim.model_copy(update={"embeddings": EmbeddingOptim(name="sgd"), "tables": {}})
     return disable_async_save(config).model_copy(update={"optim": optim})
 

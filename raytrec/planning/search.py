@@ -258,11 +258,11 @@ class CorrectedEnumerator(EmbeddingEnumerator):
     """TorchRec's enumerator with corrected sizes and locations of weights and optimizer state.
 
     TorchRec (1.8.0) assumes that optimizer state has the dtype of the weights, and therefore counts only half of the
-    state of fp16 tables. TorchRec also places state next to the weights, although FBGEMM always keeps
+    state of fp16 tables. For UVM tables, TorchRec also places all state in host memory, although FBGEMM keeps
     row-wise state on the GPU. TorchRec does not support tables in files.
 
     Args:
-        fused: Table → optimizer that updates the table in backward. TorchRec ignores the state of other tables.
+        fused: Table → optimizer that updates the table in backward. The state of other tables is not counted.
         on_disk: Tables in files.
     """
 
@@ -273,7 +273,7 @@ class CorrectedEnumerator(EmbeddingEnumerator):
         self._on_gpus, self._fused, self._on_disk = topology.compute_device == "cuda", fused, on_disk
 
     def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
-        """Estimate the storage of all shards, including the optimizer state that TorchRec ignores."""
+        """Estimate the storage of all shards, and correct the optimizer state of tables in `fused`."""
         estimate_once_per_size(sharding_options, super().populate_estimates)
         for option in sharding_options:
             if option.name in self._fused:

@@ -136,9 +136,9 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
     if conflicts := set(names) & set(scores):
         raise ConfigError(
             f"column '{min(conflicts)}' conflicts with a score column of the same name",
-            where="--columns",
+            where="data.reserve_columns" if requested_columns is None else "--columns",
             expected=f"names other than {', '.join(scores)}",
-            do="rename the column in the input, or omit it from --columns",
+            do="omit it from --columns ('' selects no columns)",
         )
     return names
 

@@ -38,7 +38,8 @@ class LoggedRequest:
 
     Attributes:
         path: Path of the URL; "shadow" if a challenger in shadow mode computed the scores.
-        id: Id of the request, also in the response (X-Request-Id) and for the scores of a shadow challenger.
+        id: Id of the request, which its response contains (X-Request-Id). A shadow's scores have the same id.
+        time: Time at which the request was logged.
     """
 
     path: str

@@ -116,7 +116,7 @@ class Space:
         try:
             values = parse_yaml(text)
         except UnreadableError as error:
-            raise ConfigError(f"the search space is not valid YAML: {error}", where=place) from None
+            raise ConfigError(f"cannot parse the YAML of the search space: {error}", where=place) from None
         if not isinstance(values, dict) or not values:
             what = "is not a mapping of keys" if values else "has no keys"
             raise ConfigError(f"the search space {what}", where=place, expected=EXPECTED)
@@ -223,15 +223,16 @@ def _check_key(draw: Draw, draws: list[Draw]) -> None:
     """Check that a key may be drawn.
 
     Raises:
-        ConfigError: The key is or contains a key that must be the same in all trials, or is part of another drawn key.
+        ConfigError: The key must be the same in all trials, or is part of a drawn key, or contains or belongs to one.
     """
     parts = f"{draw.key}."
-    if any(parts.startswith(f"{common}.") or f"{common}.".startswith(parts) for common in COMMON):
+    fixed = [key for key in COMMON if parts.startswith(f"{key}.") or f"{key}.".startswith(parts)]
+    if fixed:
         raise ConfigError(
-            f"{draw.key} cannot be searched: it is, contains or belongs to a key that is the same in all trials",
+            f"{draw.key} cannot be searched, because {fixed[0]} must be the same in all trials",
             where=draw.where,
-            expected=f"a key other than {', '.join(COMMON)}",
-            do="set it in the configuration",
+            expected=f"keys that neither contain nor belong to {', '.join(COMMON)}",
+            do=f"set {fixed[0]} in the configuration",
         )
     if enclosing := [each for each in draws if each is not draw and parts.startswith(f"{each.key}.")]:
         raise ConfigError(

@@ -115,7 +115,7 @@ def tune(
 
 def _run(search: Search, at_once: int | None) -> Search:
     """Write the search folder, run the trials, write the outcome, and return the search."""
-    folder, resume_hint = search.folder, f"resume with: {resume_command(search.config, 'tune')}"
+    folder, resume_hint = search.folder, f"to resume: {resume_command(search.config, 'tune')}"
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)

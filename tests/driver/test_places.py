@@ -219,7 +219,7 @@ def test_low_host_memory_for_checkpoints_causes_a_warning(ray_with_gpus, room, w
     host = [GpuNode("10.0.0.9", 2, host_memory=int(2 * needed * room))]
     with patch("raytrec.driver.nodes.is_local", lambda: False):
         nodes.check_constraints(config, given, "cuda", host, SimpleNamespace(warn=said.append))
-    assert len(said) == warns and all("checkpoints copy 1.2 GiB of each GPU" in text for text in said)
+    assert len(said) == warns and all("checkpoints copy 1.2 GiB from each GPU" in text for text in said)
 
 
 @pytest.mark.parametrize("visible,refused", [("1", True), ("0,1", False), ("MIG-1", False)])

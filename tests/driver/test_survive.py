@@ -145,7 +145,7 @@ def test_ctrl_c_saves_a_run_that_can_be_resumed(brief, large, tmp_path, capfd):
 
 def assert_saved(run, said):
     """Assert that the stopped run saved a checkpoint and printed how to resume."""
-    assert f"resume with: raytrec train --resume {run}" in said and "Traceback" not in said
+    assert f"to resume: raytrec train --resume {run}" in said and "Traceback" not in said
     (stopped,) = events(run, "stopped")
     assert checkpoints.read_about(checkpoints.newest_checkpoint(run))["progress"]["step"] == stopped["step"]
 

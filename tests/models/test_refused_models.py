@@ -77,7 +77,7 @@ def make_schema_with_dims(*dims):
             "dien",
             schema("history", "item", negatives={"table": "tag", "pooling": "sequence"}),
             {"negatives": "negatives"},
-            "looks up table tag, but no sequence does",
+            "looks up table tag, but no other sequence does",
         ),
         ("dien", TARGETS, {"negatives": "history"}, "no sequence"),
     ],

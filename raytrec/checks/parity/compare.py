@@ -245,11 +245,11 @@ def _make_optimizers(run: ShardedRun, single: Reference) -> dict[str, torch.opti
 def _measure_sizes(
     run: ShardedRun, single: Reference, start: dict[str, torch.Tensor], batch: GlobalBatch
 ) -> dict[str, float]:
-    """Return, by name, the smallest divisor for errors in the weights of each table and dense parameter.
+    """Return, by name, a lower bound for the divisor of errors in the weights of each table and dense parameter.
 
-    The divisor is the largest initial magnitude. For a dense parameter, it is at least the largest change
-    that a single row causes. Contributions of rows may cancel in every step: for example, a loss over pairs
-    does not change a bias that all scores share.
+    The bound is the largest initial magnitude. For a dense parameter, it is at least the learning rate × the largest
+    contribution of a row of `batch` to the gradient. Otherwise, the divisor could be almost 0 if contributions
+    cancel in every step: for example, a loss over pairs does not change a bias that all scores share.
     """
     sizes = {name: float(values.abs().max()) for name, values in start.items()}
     dense = dict(single.model.named_parameters())

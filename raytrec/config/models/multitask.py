@@ -124,8 +124,8 @@ class DBMTLSection(ModelSection):
     tower_mlp: Annotated[Sizes, Field(min_length=1)] = Field([64])
     """Sizes of each task's own layers below the relations."""
     relation_mlp: Annotated[Sizes, Field(min_length=1)] = Field([32])
-    """Sizes of each task's layers above the relations, which read the lower layers of the task and of the
-    tasks on which it depends."""
+    """Sizes of each task's layers above the relations, which read the task's lower layers and the upper layers of
+    the tasks on which it depends."""
     dropout: Dropout = 0.0
     """Dropout in all layers during training."""
 
@@ -155,7 +155,7 @@ class DBMTLSection(ModelSection):
                     f"model.relations contains a cycle; tasks in it or dependent on it: {', '.join(remaining)}",
                     where="model.relations",
                     expected="relations without cycles",
-                    do="remove one of the relations",
+                    do="remove one of the relations in the cycle",
                 )
             ordered |= {name: remaining.pop(name) for name in ready}
         return ordered

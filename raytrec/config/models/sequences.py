@@ -147,12 +147,12 @@ class DienSection(TargetedSection):
             check_feature(schema, self.negatives, "model.negatives", sequence=True)
         self.targets(schema)
         if self.negatives is not None and not self.get_supervised_sequences(schema):
-            table = schema.sparse[self.negatives].table
+            table, first = schema.sparse[self.negatives].table, self.sequences(schema)[0]
             raise ConfigError(
-                f"'{self.negatives}' looks up table {table}, but no sequence does",
+                f"'{self.negatives}' looks up table {table}, but no other sequence does",
                 where="model.negatives",
                 expected="a feature that looks up the same table as a sequence, because their ids are compared",
-                do=f"set the table of {self.negatives} to the table of {self.sequences(schema)[0]}",
+                do=f"set sparse.{self.negatives}.table to {schema.sparse[first].table}, the table of {first}",
             )
 
 

@@ -96,7 +96,7 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
             if [key for key, *_ in rank] != [key for key, *_ in ranks[: len(rank)]]:
                 raise DataError(
                     f"the partition keys of a file ({partition or 'none'}) do not match data.partitions ({bound})",
-                    where=path,
+                    where=f"{uri}, {path}",
                     expected="key=value folders with the keys in data.partitions, starting from the outermost folder",
                     do="correct data.partitions, or remove files outside such folders",
                 )
@@ -182,7 +182,7 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
 
 
 def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str) -> None:
-    """Check that neither a folder nor any of its nearest parents or subfolders belongs to a table format.
+    """Check that neither a path nor any of its nearest parents or subfolders is part of a table in a table format.
 
     Args:
         filesystem: Filesystem of the folder.

@@ -147,7 +147,7 @@ class PageIndex:
         return count_rows(packed, self._depth.bit_length(), values)
 
     def _decompress_levels(self, body: bytes, header: dict[int, Any]) -> bytes:
-        """Return the encoded repetition levels of a version-1 data page, compressed with its values."""
+        """Return the encoded repetition levels of a version-1 data page, whose levels and values are compressed."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
             raise ValueError("the levels of a page have a deprecated encoding")
         if self._codec != "UNCOMPRESSED":

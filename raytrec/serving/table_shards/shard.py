@@ -155,7 +155,11 @@ class TableShard:
     def _load_followed(self, state: TableState) -> LoadedTables:
         """Load the newest usable export that is not newer than a state, and apply the deltas up to the state.
 
-        Exports older than tables in memory are not loaded, because they require the same deltas.
+        Unless the state is a replica's first one, only exports newer than the tables in memory are tried. Older
+        exports would need the deltas that could not be applied to these tables.
+
+        Raises:
+            RunError: No export leads to the state.
         """
         what = f"there is no full export with deltas that lead to {state.version}"
         failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
