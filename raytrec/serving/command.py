@@ -39,9 +39,8 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
         replicas: Number of serving processes: N, or MIN:MAX depending on the load.
 
     Raises:
-        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, or the port
-            is taken.
-        RuntimeError: A replica cannot start.
+        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, the port
+            is taken, or a replica cannot start.
         ConfigError: `replicas` is malformed, or `follow` and `promote_from` are both set.
         DataError: The URI of the log is malformed, or its store cannot be reached.
     """
@@ -59,12 +58,13 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     token = None if service_options.no_token else read_token(service_options.name)
     from raytrec.cluster.session import ray_session, starts_local_ray
 
-    with keep_warm_process(starts_local_ray(address), SERVING), ray_session(address, 1 + max_replicas):
+    is_local = starts_local_ray(address)
+    with keep_warm_process(is_local, SERVING), ray_session(address, 1 + max_replicas):
         stop = Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         try:
-            _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token)
+            _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token, is_local)
             url = f"http://{service_options.host}:{service_options.port}"
             _print_address(service_options.name, url, token is not None, service_options.follow)
             _print_news(service_options.name, stop)

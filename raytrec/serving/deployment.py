@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.requests import Request
 from starlette.responses import Response
 
-from raytrec.common.errors import ConfigError, RaytrecError, RunError
+from raytrec.common.errors import ConfigError, RaytrecError, RunError, get_last_line
 from raytrec.scoring.manifest import read_manifest
 from raytrec.scoring.scorer import Scorer
 from raytrec.serving.app import Service
@@ -306,17 +307,18 @@ def build(service_options: ServiceOptions, token: str | None, **scaling: Any) ->
     return deployment.bind(service_options, token)
 
 
-def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None) -> None:
+def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: str | None, is_local: bool) -> None:
     """Start a service on the Ray cluster of this process, and return when its replicas serve requests.
 
     Args:
         service_options: Options of the service.
         replicas: Minimum and maximum number of replicas; the number in between depends on the load.
         token: Token required in requests; None: no token is required.
+        is_local: True if the cluster ends with the command, which removes Ray's logs.
 
     Raises:
-        RaytrecError: There is no export, existing replicas cannot load it, or table shards need too much memory.
-        RuntimeError: A replica cannot start.
+        RaytrecError: There is no export, existing replicas cannot load it, table shards need too much memory, or a
+            replica cannot start.
     """
     import ray
     from ray import serve
@@ -331,7 +333,26 @@ def deploy(service_options: ServiceOptions, replicas: tuple[int, int], token: st
     declared = declare(service_options)
     serve.start(proxy_location=ProxyLocation.Disabled)
     ray.get(declared)
-    serve.run(build(service_options, token, **scaling), name=service_options.name, route_prefix=None)
+    try:
+        serve.run(build(service_options, token, **scaling), name=service_options.name, route_prefix=None)
+    except RuntimeError as error:
+        raise _explain_failed_start(error, service_options.name, is_local) from None
+
+
+def _explain_failed_start(error: RuntimeError, name: str, is_local: bool) -> RunError:
+    """Return the error for a service that Serve cannot start; if a replica raised a RaytrecError, with its parts."""
+    from ray import serve
+
+    application = serve.status().applications.get(name)
+    messages = [each.message for each in application.deployments.values()] if application else []
+    text = "\n".join([str(error), *messages]).rstrip()
+    # Serve's message ends with the traceback of the replica that failed last.
+    *_, last = re.split(r"^raytrec\.[\w.]+: ", text, flags=re.MULTILINE)
+    reason, *parts = re.split(r"\n  (where|expected|do): +", get_last_line(text, "") if last == text else last)
+    read = "read logs/serve/controller_*.log in the folder of the Ray session on the head node"
+    do = f"start `raytrec head`, repeat the command with --address auto, and {read}" if is_local else read
+    own = {"where": f"service {name}", "do": do}
+    return RunError(f"the service cannot start: {reason}", **own | dict(zip(parts[::2], parts[1::2], strict=True)))
 
 
 def shut_down_service(name: str, table_shards: int = 0) -> None:

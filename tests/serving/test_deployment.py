@@ -1,11 +1,15 @@
-"""Exports that POST /promote accepts: only exports in one folder on the same server."""
+"""Exports that POST /promote accepts (only exports in one folder on the same server), and failed deployments."""
 
 import os
+import traceback
+from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RayTaskError
 
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, RunError
 from raytrec.serving.bodies import RefusedRequest
+from raytrec.serving.deployment import _explain_failed_start
 from raytrec.serving.loaded_exports import get_containing_folder, resolve_export
 
 
@@ -99,3 +103,25 @@ def test_containing_folder_resolves_links_and_store_uris(root):
     assert get_containing_folder("s3://bucket") == get_containing_folder("s3://bucket/") == "s3://bucket"
     os.chdir(root)
     assert get_containing_folder("exports/films") == f"{root}/exports"
+
+
+def test_failed_start_is_explained_by_the_error_of_the_replica(monkeypatch):
+    def explain(message, is_local=False):
+        deployments = {"raytrec": SimpleNamespace(message=f"The deployment failed to start. Error:\n{message}")}
+        applications = {"films": SimpleNamespace(deployments=deployments)} if message else {}
+        monkeypatch.setattr("ray.serve.status", lambda: SimpleNamespace(applications=applications))
+        return _explain_failed_start(RuntimeError("Deploying application films failed."), "films", is_local)
+
+    failure = RunError("the export is damaged:\na file is missing", where="/films", do="write the export again")
+    for inner in (failure, OSError("No space left on device")):
+        try:
+            raise inner
+        except Exception:
+            failed = RuntimeError(traceback.format_exc())
+        trace = f'ray::Replica()\n  File "replica.py", line 1\nRuntimeError: {failed}'
+        error = explain(str(RayTaskError("f", trace, failed, "t", 1, "127.0.0.1").as_instanceof_cause()))
+        if inner is failure:
+            assert error.parts == failure.parts | {"what": f"the service cannot start: {failure.what}"}
+    assert error.what == "the service cannot start: OSError: No space left on device"
+    assert error.do.startswith("read logs/serve") and "--address auto" in explain("KeyError: 'x'", is_local=True).do
+    assert explain("").what == "the service cannot start: Deploying application films failed."
