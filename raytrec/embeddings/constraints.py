@@ -30,7 +30,7 @@ COLUMN_SHARDED_TYPES = ("column_wise", "table_column_wise", "grid_shard")
 NO_REDUCTION_TYPES = ("table_wise", "column_wise", "table_column_wise", "data_parallel")
 # Reason for rejecting sharding types that are not in BY_ID_TYPES or NO_REDUCTION_TYPES, and the expected settings.
 BY_ID_REASON = (
-    "cannot be used for a table that candidates, or a sequence that the model reads id by id, look up",
+    "cannot be used for a table of candidates, or of a sequence that the model reads id by id",
     f"one of {', '.join(BY_ID_TYPES)}, the only sharding types that TorchRec supports for such a table",
 )
 INT8_REASON = (
@@ -91,7 +91,8 @@ def resolve_optimizers(config: RunConfig, schema: Schema) -> dict[str, Embedding
 def resolve_constraints(config: RunConfig, schema: Schema) -> dict[str, TableConstraint]:
     """Return table → constraint from plan.tables, plan.colocate and plan.sharding_types, in the schema's order.
 
-    Sharding types that a table does not support are omitted, if it is read id by id or plan.qcomms is int8.
+    For tables that return one vector per id, only BY_ID_TYPES are kept. With int8 in plan.qcomms, only
+    NO_REDUCTION_TYPES are kept for all other tables.
 
     Raises:
         ConfigError: No table matches a name in plan.tables or plan.colocate, the settings of a table are incomplete
@@ -147,7 +148,7 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
 
 
 def _copy_group_ranks(constraints: dict[str, TableConstraint]) -> dict[str, TableConstraint]:
-    """Return the constraints, with the ranks configured for one table of a group copied to the whole group."""
+    """Copy the ranks configured for a table to its whole group; raise ConfigError if these differ within a group."""
     ranks_of: dict[int, tuple[int, ...]] = {}
     for table, constraint in constraints.items():
         if constraint.group is None or not constraint.ranks:
@@ -172,8 +173,9 @@ def count_column_shards(
     """Return the number of column shards of a table, or 1 if no allowed sharding type cuts columns.
 
     There is one column shard per eligible rank (grid_shard: per host of these ranks), or fewer if the shards
-    would otherwise not have equal widths that are multiples of 4, as FBGEMM requires. `dim` is the number of the
-    table's columns, `ranks` are its configured ranks (None: any), and `local` is the number of ranks per host.
+    would otherwise not have equal widths that are multiples of 4, as FBGEMM requires. If several allowed types cut
+    columns, grid_shard precedes table_column_wise, and both precede column_wise. `dim` is the number of the table's
+    columns, `ranks` are its configured ranks (None: any), and `local` is the number of ranks per host.
     """
     if "grid_shard" in sharding:
         max_parts = max(1, (len(ranks) if ranks else world) // local)
@@ -212,6 +214,8 @@ def resolve_kernel(device: str, kernel: str | None) -> str | None:
 
 def list_kernel_choices(config: RunConfig, device: str, managed: bool) -> list[str]:
     """Return the compute kernels, except fused_mmap, from which the planner may choose if a table does not set one.
+
+    On CPU, fused is the only choice. On GPUs, the choices are plan.compute_kernels; the result can be empty.
 
     Args:
         config: Configuration of the run.

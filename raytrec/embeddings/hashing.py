@@ -4,8 +4,9 @@ int64 arithmetic wraps around on CPU and GPU, and hashes involve no rounding, so
 bits. data/ids.py computes the same hashes in NumPy.
 
 Managed ids get table rows during training. The key of a managed id is its splitmix64 hash, a bijection of the
-64-bit integers. Keys are therefore spread evenly for any ids, and an id can be recovered from its key
-(`unhash_bits`). Ranks own equal spans of keys, in rank order, so sorting on each rank sorts the keys of all ranks.
+64-bit integers. Keys are spread evenly even if ids are not, and an id can be recovered from its key (`unhash_bits`;
+`ids_to_keys` describes an exception). Ranks own equal spans of keys, in rank order, so sorting on each rank sorts the
+keys of all ranks.
 """
 
 from __future__ import annotations

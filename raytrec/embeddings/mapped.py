@@ -3,7 +3,7 @@
 The kernel that updates tables in memory also updates tables in files, through memory-mapped pages. The operating
 system reads the pages on demand, and writes them back when it needs their memory.
 
-If memory is left, the rows that training looks up most often are also kept in memory (HotRowCache).
+If memory is left, rows that training looks up frequently are also kept in memory (HotRowCache).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class MappedFileFactory:
     def _make_error(self, tables: list[str], size: int, why: str, is_full: bool) -> RunError:
         return RunError(
             f"cannot create a file of {format_bytes(size)} for rows or optimizer state of {', '.join(tables)}: {why}",
-            where=f"plan.mmap_dir, {self._folder}",
+            where=f"{'plan.mmap_dir, ' if self._config.plan.mmap_dir else ''}{self._folder}",
             expected="a folder on a local disk with enough space for the node's tables and their optimizer state",
             do=advise_disk_space(self._config, is_full),
         )
@@ -163,7 +163,7 @@ class HotRowCache:
         return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the fraction of training lookups since the last call whose row was cached; None without lookups."""
+        """Return the fraction of training lookups since the last call that found a cached row; None without lookups."""
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share
@@ -176,7 +176,7 @@ class HotRowCache:
             self._write_back(block)
 
     def purge(self) -> None:
-        """Discard all rows in memory without writing them back."""
+        """Discard all rows in memory without writing them back, and the number of lookups of all other rows."""
         self._slots.fill_(-1)
         self._changed.zero_()
         self._filled = self._hand = 0

@@ -38,8 +38,8 @@ def _make_settings(config: EmbeddingOptim | DenseOptim) -> dict:
 def mark_fused(collections: Iterable[Collection], optimizers: Mapping[str, EmbeddingOptim], device: str) -> None:
     """Mark the tables for whose optimizer FBGEMM has a fused kernel on the device. Call before sharding.
 
-    TorchRec (1.8.0, group_tables) then puts tables with the same collection, optimizer and learning rate into
-    one kernel.
+    TorchRec (1.8.0, group_tables) then puts tables into one lookup only if they have the same optimizer settings,
+    collection, sharding type, kernel and dtype.
 
     Args:
         collections: Collections of PooledEmbeddings.
@@ -99,7 +99,8 @@ def combine_optimizers(
 def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
     """Return the value of a torch optimizer's option `fused`: True if all weights are on GPUs, else None.
 
-    With True, one kernel updates all weights. With None, torch launches several kernels for each weight.
+    With True, torch updates many weights with one kernel. With None, an update takes several operations. Without
+    weights, the result is True.
     """
     return all(weight.is_cuda for weight in weights) or None
 
@@ -228,7 +229,8 @@ class DenseAverage(OptimizerWrapper):
         decay: Decay d, between 0 and 1 (both excluded).
 
     Attributes:
-        values: Floating-point dense parameter → average, on the parameter's device; the same on all ranks.
+        values: Name of a floating-point dense parameter → average (before the first step: initial value), on the
+            parameter's device; the same on all ranks.
         count: Number of steps t, a float32 scalar tensor in host memory.
     """
 

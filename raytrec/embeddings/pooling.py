@@ -31,8 +31,8 @@ def make_embedding_bags(
 ) -> EmbeddingBagCollection | None:
     """Return an unsharded collection, on the meta device, of all tables that produce sums of bags.
 
-    Every table is declared SUM, because TorchRec's sharded mean is wrong or differs under several sharding types.
-    `DenseInputBuilder` computes the means. The result is None if every table produces one vector per id.
+    Every table is declared SUM, because the sharded mean of TorchRec 1.8.0 is wrong or differs under several sharding
+    types. `DenseInputBuilder` computes the means. The result is None if every table produces one vector per id.
 
     Args:
         features: Features of the run.
@@ -109,7 +109,7 @@ def find_table_name(fqn: str) -> str | None:
 
 
 class PooledEmbeddings(FixedDtype):
-    """Lookup and pooling of all sparse features; sequences that a model reads id by id are not pooled.
+    """Lookup of all sparse features, and pooling of all except candidates and sequences that a model reads id by id.
 
     Args:
         schema: Schema with the features, their pooling and their tables.
@@ -168,7 +168,7 @@ class PooledEmbeddings(FixedDtype):
 
 
 def copy_sparse(sparse: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a copy of the ids for FBGEMM and TorchRec, which clamp ids in place and replace weights."""
+    """Return a KeyedJaggedTensor with copies of ids and weights, which FBGEMM and TorchRec may change in place."""
     weights = sparse.weights_or_none()
     return replace_ids(sparse, sparse.values().clone(), None if weights is None else weights.clone())
 
@@ -202,7 +202,7 @@ class BagMeans(nn.Module):
     def forward(
         self, sums: KeyedTensor | dict[str, torch.Tensor], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Return feature → pooled bags: `sums`, divided by each bag's Σ wᵢ for mean-pooled features."""
+        """Return feature → pooled bags: `sums`, divided by each bag's Σ wᵢ (if not 0) for mean-pooled features."""
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled

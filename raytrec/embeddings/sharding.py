@@ -73,7 +73,7 @@ def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs 
 
 
 def list_shard_widths(plan: ShardingPlan) -> list[int]:
-    """Return the number of columns of each shard of a plan, except data-parallel tables, which are not sent."""
+    """Return the number of columns of each shard of a plan. Data-parallel tables are omitted: they are not sent."""
     return [
         shard.shard_sizes[1]
         for module in plan.plan.values()
@@ -105,7 +105,7 @@ class Rounding:
 
 
 def bound_forward_rounding(precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool) -> Rounding:
-    """Return the bound on the rounding error of a table's embeddings.
+    """Return the bound on the rounding error of a table's embeddings; 0 for one rank and for data_parallel.
 
     Args:
         precision: plan.qcomms.forward_precision.
@@ -125,7 +125,7 @@ def bound_forward_rounding(precision: Precision, sharding: str, world: int, row_
 def bound_backward_rounding(
     precision: Precision, sharding: str, world: int, row_parts: int, by_id: bool, factor: float
 ) -> Rounding:
-    """Return the bound on the rounding error of the gradients that reach a table.
+    """Return the bound on the rounding error of the gradients of a table; 0 for one rank and for data_parallel.
 
     The bound applies to the gradients of a rank's loss as defined in tasks/objective.py, before TorchRec divides
     them by the number of ranks.
@@ -147,16 +147,16 @@ def bound_backward_rounding(
 
 
 def choose_gradient_factor(config: RunConfig, world: int) -> float:
-    """Return the factor by which gradients are multiplied during transfer: a power of two, so this is exact.
+    """Return the factor by which gradients are multiplied during transfer, a power of two.
 
-    A row's gradient is divided by the number of rows in a batch and multiplied by the number of ranks (see
+    A row's gradient is divided by the number of rows in a global batch and multiplied by the number of ranks (see
     tasks/objective.py). Beyond 1e5 rows, fp16 would keep only a few bits of the unscaled gradient.
     """
     return 2.0 ** floor(log2(max(1, config.data.global_batch_size // world)))
 
 
 class _ShardingTypesMixin:
-    """Mixin for TorchRec's sharders that offers all sharding types on every device, each with its kernels.
+    """Mixin for TorchRec's sharders that offers the sharding types in `kinds`, with their kernels, on every device.
 
     TorchRec's sharders do not offer row-wise sharding on CPU, although CPUs support it. They also let the
     planner choose dense kernels, whose tables the fused optimizers would not train. Each table's

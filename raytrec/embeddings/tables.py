@@ -136,7 +136,7 @@ class Table:
         weight: Shards of the weights.
         optimizer: Optimizer class of the table, or None if `tables` was called without an optimizer.
         state: Kind of optimizer state (TableOptimizer.state) → shards; kinds that torch has not yet created are
-            missing.
+            missing. Empty if `tables` was called without an optimizer.
         parameter: TorchRec's weight on this rank, a slice of a larger tensor; None if this rank has no shard.
     """
 

@@ -177,7 +177,7 @@ class Lookup:
     gradient: torch.Tensor | None = None
 
     def gradients(self) -> list[Part]:
-        """Return (shard, ids, gradient of each bag [bags, columns]) for each key; [] without a probed step.
+        """Return (shard, ids, gradient of each bag [bags, columns]) for each key; [] until backward of a probed step.
 
         If the lookup returns one vector per id, every id is a bag.
         """
@@ -220,7 +220,7 @@ class Taps:
         lookups: Lookups of this rank.
         sent: Number of ids of each feature in this rank's training batches since the start, int64 [features]. If each
             distinct id of a table is sent once, only distinct ids are counted, each under one of the table's features.
-        rows: Number of rows in these batches that are not padding, int64 scalar.
+        rows: Number of rows in these batches, without padding and skipped rows, int64 scalar.
         is_probing: Set to True before a step to keep that step's values.
         input: Inputs of the dense layers in the probed step; None without a probed step.
     """

@@ -60,7 +60,8 @@ class IdExchange:
             step: Step of the run, from 0.
 
         Returns:
-            Table → row of each id, int64 [n]; and table → rows newly assigned to ids of any rank, with these ids.
+            Table → row of each id (a fallback row for ids without a row), int64 [n]; and table → rows newly assigned
+            to ids of any rank, with these ids.
         """
         new_rows: dict[str, NewRows] = {}
 
@@ -142,7 +143,8 @@ class ManagedBatches:
         steps: Number of steps whose ids have been mapped; a pipeline maps ids before earlier steps end.
         on_write: Function (table name, rows) called before weights of a shard are written; the rows, int64 [n],
             are relative to the shard's first row.
-        on_assign: Function called for each batch with table → rows that the batch has assigned to ids of any rank.
+        on_assign: Function called for each training batch with table → rows (NewRows) that the batch has assigned to
+            ids of any rank.
     """
 
     def __init__(self, model: nn.Module, live: Mapping[str, Table], schema: Schema, seed: int, device: torch.device):
@@ -165,7 +167,7 @@ class ManagedBatches:
         }
 
     def map_and_admit_ids(self, batch: Batch, step: int) -> Batch:
-        """Replace the ids of a batch with rows in place, assign rows to new ids, and return the batch.
+        """Replace the managed ids of a batch with rows in place, assign rows to new ids, and return the batch.
 
         Args:
             batch: Batch of this rank.
@@ -222,7 +224,7 @@ class ManagedBatches:
                     shard.write(shard_rows, shard.values.new_zeros(len(shard_rows), *shard.values.shape[1:]))
 
     def map_known_ids(self, batch: Batch) -> Batch:
-        """Return a copy of the batch with rows in place of managed ids, without assigning rows to new ids."""
+        """Return a copy of the batch with rows in place of managed ids; ids without a row get fallback rows."""
         rows = self._exchange.look_up(self._collect_ids(batch.sparse))
         self._synchronize()
         return replace(batch, sparse=self._replace_ids(batch.sparse, rows), new_rows={})
@@ -232,7 +234,8 @@ class ManagedBatches:
 
         The keys are occupancy, admitted_ids, evicted_ids, fallback_share (None without lookups) and id_age (mean
         number of steps since the last sighting, from a sample; None without ids). Occupancy and age are current.
-        The others cover the time since the last call. This is a collective operation: every rank must call it.
+        The others cover the time since the last call (first call: since the start). This is a collective operation:
+        every rank must call it.
         """
         sums = []
         for table, part in self.maps.items():

@@ -71,7 +71,9 @@ def count_rows_to_free(eviction: Eviction, missing: int, rows: int) -> int:
 
 
 def find_expiry_step(ttl_steps: int | None, step: int) -> int | None:
-    """Return the step s such that ids last seen before s expire at `step`, or None if no ids expire at `step`.
+    """Return the step s such that ids last seen before s expire at `step`, or None if no ids can expire at `step`.
+
+    Ids expire only at multiples of ttl_steps // EXPIRY_CHECKS_PER_TTL (at least 1).
 
     Args:
         ttl_steps: Number of steps for which an id may remain unseen; None: unlimited.

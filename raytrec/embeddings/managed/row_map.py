@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from raytrec.common.formatting import format_count
 from raytrec.embeddings.hashing import find_key_owners, hash_bits
 from raytrec.embeddings.managed.key_map import FreeRows, MapState
 from raytrec.embeddings.managed.row_maps import RowMaps
@@ -79,7 +80,7 @@ class RowMap:
         maps.free[table] = state.free
 
     def sample_ages(self, step: int) -> torch.Tensor:
-        """Return the number of steps since the last sighting for a sample of this rank's ids, int64 [n]."""
+        """Return the number of steps since the last sighting for a sample of this rank's ids with a row, int64 [n]."""
         rows = self._maps.rows
         last = rows.read_slots(rows.sample(self._table, AGE_SAMPLE_SLOTS)).fields["last"]
         return (step - last.long()).clamp(min=0)
@@ -95,14 +96,14 @@ class RowMap:
         total += sum_share_hashes(free.handed, self.capacity, *part, handed_out, self.device)
         total -= sum_share_hashes(0, self.capacity, *part, lambda numbers: numbers, self.device)
         errors = {
-            f"ids with a row outside 0 to {self.capacity - 1:,}": int(((rows < 0) | (rows >= self.capacity)).sum()),
-            "ids that other ranks own": int((owners != peers.rank).sum()),
-            "duplicate ids": len(entries) - len(entries.keys.unique()),
+            f"whose row is outside 0 to {self.capacity - 1:,}": int(((rows < 0) | (rows >= self.capacity)).sum()),
+            "that another rank owns": int((owners != peers.rank).sum()),
+            "in more than one slot": len(entries) - len(entries.keys.unique()),
         }
         return MapAudit(
             rank=peers.rank,
             ids=len(entries),
-            errors=[f"on rank {peers.rank}, number of {what}: {count:,}" for what, count in errors.items() if count],
+            errors=[f"rank {peers.rank} has {format_count(n, 'id')} {what}" for what, n in errors.items() if n],
             sum=total & HASH_MASK,
             free=(len(free.left), sum_hashes(free.left), self.capacity - free.handed),
         )

@@ -53,7 +53,7 @@ class TableOptimizer(ABC):
             dense on other devices.
         state: Kinds of optimizer state.
         counts: True if an update depends on the number of previous updates, which is then also saved as state.
-        second_moment: Kind of state that is 0 until a row's first gradient, or None if there is none.
+        second_moment: Kind of state that is 0 until a row's first nonzero gradient, or None if there is none.
         settings: Keys of optim.embeddings that the optimizer uses in addition to lr and weight_decay.
         cpu_lookup: Seconds that a lookup and its update take on CPU: per byte read or written, per id, and
             per shard of a table, as `raytrec doctor --measure` measures. None without a fused kernel for CPU.
@@ -118,6 +118,7 @@ def table_optimizer(cls: T) -> T:
     Raises:
         TypeError: The optimizer has a CPU kernel, but the class does not define `cpu_lookup`, from which the
             time of plans is predicted.
+        ValueError: The file already defines another optimizer.
     """
     if "cpu" in cls.devices and cls.cpu_lookup is None:
         raise TypeError(f"{cls.__name__} has a CPU kernel but does not define cpu_lookup")

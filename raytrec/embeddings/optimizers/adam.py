@@ -10,7 +10,7 @@ class Adam(TableOptimizer):
     """Adam: m ← m + (1 − β₁)(g − m), v ← v + (1 − β₂)(g² − v), w ← w − lr·m̂ ÷ (√v̂ + eps).
 
     m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel for
-    GPUs only, which updates just the rows of the batch. A dense update changes every row.
+    GPUs only, which updates just the rows of the batch. A dense update also changes rows with earlier gradients.
     """
 
     devices = ("cuda",)

@@ -56,10 +56,10 @@ def insert_id_of_another_rank(scene):
     "fault,text",
     [
         (assign_row_twice, "table user: at least one row has several ids"),
-        (assign_fallback_row, "table user: on rank 1, number of ids with a row outside 0 to 13: 1"),
+        (assign_fallback_row, "table user: rank 1 has 1 id whose row is outside 0 to 13"),
         (free_assigned_row, "sum to 15, but the table has 14 rows for ids"),
         (free_row_on_rank_1, "table user: the free rows of rank 1 differ from those of rank 0"),
-        (insert_id_of_another_rank, "table user: on rank 0, number of ids that other ranks own: 1"),
+        (insert_id_of_another_rank, "table user: rank 0 has 1 id that another rank owns"),
     ],
 )
 def test_id_map_faults_are_detected(fault, text):
