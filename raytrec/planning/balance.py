@@ -24,7 +24,7 @@ NUM_SLOW_RANKS = 3  # number of slowest ranks that changes try to relieve
 
 
 class DoesNotFitError(Exception):
-    """Error raised if no plan that fits into memory is found; the message names a table or group of tables."""
+    """Error for a table, or a group of tables, that does not fit into the remaining memory. The message names them."""
 
 
 class PlanBalancer:
@@ -50,7 +50,7 @@ class PlanBalancer:
         """Return one sharding option per table, whose shards have the ranks of the chosen plan.
 
         Among plans whose scores are within SCORE_TOLERANCE of the lowest, the plan whose fullest rank uses the smallest
-        share of its memory, rounded to a tenth, is chosen. Ties are resolved by score.
+        share of its memory for tables, rounded to a tenth, is chosen. Ties are resolved by score.
 
         Raises:
             DoesNotFitError: No plan that fits into the memory of the ranks was found.
@@ -78,7 +78,7 @@ class PlanBalancer:
     def _iterate_starts(self) -> Iterator[tuple[set[str], float | None]]:
         """Yield (kinds, largest), the arguments of `_build`.
 
-        All sharding types are tried with each of MAX_SHARD_SHARES, then each type alone, then all types by memory.
+        All sharding types are tried with each of MAX_SHARD_SHARES, then single types (if several), then all by memory.
         """
         kinds = {way.option.sharding_type for ways in self._space.table_options.values() for way in ways}
         yield from ((kinds, largest) for largest in MAX_SHARD_SHARES)
@@ -87,17 +87,17 @@ class PlanBalancer:
         yield kinds, None
 
     def _build(self, kinds: set[str], largest: float | None) -> PartialPlan:
-        """Build a plan table by table: pinned tables, then groups, then other tables by time or memory.
+        """Build a plan table by table: pinned tables, then groups, then other tables, the largest first.
 
         Args:
-            kinds: Sharding types to use for tables that support at least one of them.
-            largest: Maximum time of a shard, as a share of the mean time that all tables take on a rank. Of the
-                options whose shards take at most this time, the option with the lowest mean time is chosen. If there
-                are none, the option whose slowest rank finishes first is chosen. None: minimize the used memory share
-                of the fullest rank.
+            kinds: Sharding types to use for tables that support one of them and are neither pinned nor in a group.
+            largest: Maximum time of a shard, as a share of the mean time that all tables outside groups take on a rank.
+                Of the options whose shards take at most this time, the option with the lowest mean time is chosen. If
+                there are none, the option whose slowest rank finishes first is chosen. None: minimize the used memory
+                share of the fullest rank.
 
         Raises:
-            DoesNotFitError: A table does not fit into the memory left by tables placed earlier.
+            DoesNotFitError: A table or group does not fit into the memory left by tables placed earlier.
         """
         plan = self._space.empty()
         constraints = self._space.constraints
@@ -143,7 +143,7 @@ class PlanBalancer:
         self._space.put(plan, *chosen)
 
     def _add_group(self, plan: PartialPlan, group: Sequence[str]) -> None:
-        """Add a group of tables to a plan, together on their configured rank or on the least busy rank with room."""
+        """Add a group to its configured rank or to the least busy rank with room; raise DoesNotFitError if none has."""
         pin = self._space.constraints[group[0]].ranks
         for rank in pin or np.argsort(plan.busy, kind="stable").tolist():
             free_bytes, chosen = plan.room[rank].copy(), []
@@ -158,7 +158,8 @@ class PlanBalancer:
                     self._space.put(plan, way, [rank])
                 return
         where = f"rank {pin[0]}" if pin else "any rank"
-        raise DoesNotFitError(f"tables {', '.join(group)} do not fit together into the remaining memory of {where}")
+        names = f"tables {', '.join(group)} do not fit together" if len(group) > 1 else f"table {group[0]} does not fit"
+        raise DoesNotFitError(f"{names} into the remaining memory of {where}")
 
     def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
         """Return (used memory share of the fullest of `ranks` after adding a table, mean seconds of the table)."""

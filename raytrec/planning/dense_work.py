@@ -1,4 +1,4 @@
-"""Count the operations of the dense layers in a step, run on the meta device or with few rows on CPU."""
+"""Count the operations of the dense layers in a step by running them on the meta device, or on CPU with few rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class DenseWork:
         matrices: Number of small matrices in batched matrix products.
         bytes: Bytes read and written by other operators. The traffic of matrix products overlaps with their
             arithmetic and is not counted.
-        launches: Number of operators that compute something; each is one kernel on a GPU.
+        launches: Number of operators that compute something; each counts as one kernel on a GPU.
         parameters: Bytes of the parameters.
         tensors: Number of parameter tensors.
         activations: Peak bytes of live tensors that the step creates, except the parameters' gradients; for
@@ -124,8 +124,8 @@ def count_dense_layers(
 ) -> DenseWork:
     """Count the work of the dense layers and losses, forward and backward, for the batch of one rank.
 
-    Autocast, and models that read tensor values, cannot run on the meta device. Such layers run on CPU with two small
-    numbers of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are also
+    Models that use autocast or read tensor values cannot run on the meta device. They run on CPU with two small numbers
+    of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are also
     extrapolated. Models that read sequences are counted without bf16, with sequences of mean length if the schema has
     statistics. Losses that compare rows of a global batch are counted for the rows of this rank alone. Extrapolation
     underestimates losses that compare all pairs of rows.

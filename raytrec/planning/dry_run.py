@@ -56,10 +56,10 @@ class ClusterEstimate:
         loads: Work that the tables cause on each rank; None without a plan.
         memory: Predicted memory use of each rank; None without a plan.
         time: Predicted step time; None without rates or without a plan.
-        refusal: Error that explains why there is no plan; only `remedies` and `table_memory_gib` are then set.
+        refusal: Reason why there is no plan, else None. With a reason, only `remedies` and `table_memory_gib` are set.
         table_memory_gib: (GiB that tables need, GiB available to them) on all devices; set if `refusal` is set.
         lacks: One shortage for each memory tier that is too small.
-        remedies: Changes, each of which alone makes the run fit; [] if they were not requested.
+        remedies: Changes, each of which alone makes the run fit; [] if none were found or requested.
     """
 
     cluster: Cluster
@@ -81,7 +81,7 @@ class ClusterEstimate:
 class ClusterEstimator:
     """Callable that predicts the plan, memory and time of one configuration on a cluster.
 
-    The work of the dense layers is counted once per batch size.
+    The work of the dense layers is counted once per number of rows of a rank's batch, and again if a remedy changes it.
 
     Args:
         config: Configuration of the run.
@@ -178,7 +178,7 @@ class ClusterEstimator:
 
         The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
         devices can hold the tables), and then bisected. The search ends at MAX_HOSTS hosts, at one row per GPU, and
-        after MAX_REFUSALS clusters without a plan. `make_cluster` returns the cluster with a number of hosts.
+        after MAX_REFUSALS clusters without a plan. `make_cluster` returns the cluster with a given number of hosts.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -254,8 +254,9 @@ def dry_run(
     device = "cpu" if config.scaling.device == "cpu" else "cuda"
     gpus, world, machine = cluster.gpus, cluster.world, cluster.machine
     if min(cluster.hosts, gpus) < 1:
-        what = f"the cluster has {cluster.hosts} × {gpus} {'workers' if device == 'cpu' else 'GPUs'}"
-        raise ConfigError(what, expected="at least one host, with at least one GPU (on CPU: worker) each")
+        kind = "worker" if device == "cpu" else "GPU"
+        what = f"the cluster has {cluster.hosts} × {gpus} {kind}s"
+        raise ConfigError(what, expected=f"at least one host, with at least one {kind} each")
     memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
     host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
     hosts = Hosts(gpus, (), memory, host_share, disk_share)

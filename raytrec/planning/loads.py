@@ -46,18 +46,18 @@ class Loads:
         streamed_bytes: Bytes that dense updates read and write sequentially.
         host_bytes: Bytes of host memory that lookups read and write over a GPU's link to the host.
         file_rows: Number of rows read from files.
-        received_ids: Bytes of ids and lengths that a rank receives.
-        sent_ids: Bytes of ids and lengths that each rank sends (one number).
+        received_ids: Bytes of ids, per-id weights and lengths that a rank receives.
+        sent_ids: Bytes of ids, per-id weights and lengths that each rank sends (one number).
         pooled: Bytes of the sums or vectors that lookups return.
         summed: Bytes of partial sums that are reduced over ranks.
-        near: Collective → bytes that a rank sends within its host, forward and backward.
-        far: Collective → bytes that a rank sends to other hosts, forward and backward.
-        arrived: Bytes that each rank receives in all-to-alls, from its host and from other hosts, float64 [2].
+        near: Collective → bytes of lookup results and gradients that a rank sends within its host.
+        far: Collective → bytes of lookup results and gradients that a rank sends to other hosts.
+        arrived: Such bytes that each rank receives in all-to-alls, from its host and from other hosts, float64 [2].
         gradients: Bytes of the tables' dense gradients.
         groups: (table read id by id, or "", sharding type) → number of tables. The ids and sums of each group
             are sent separately.
         replicated: Bytes of gradients of tables that are replicated on all ranks (one number).
-        row_values: Number of values per row of a batch that reach the dense layers.
+        row_values: Number of values per row of a batch that tables pass to the dense layers.
         row_ids: Mean number of ids per row of a batch.
     """
 
@@ -224,7 +224,8 @@ def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | No
     """Return the expected number of distinct rows among `draws` lookups of a table.
 
     n draws from m equally likely ids yield m·(1 − (1 − 1/m)ⁿ) distinct ids. The hottest 1, next 9, next 90, …
-    ids are counted separately. Without statistics, all rows are assumed to be equally likely.
+    ids are counted separately. If these are unknown, all ids (their number is `distinct`, else `rows`) count as equally
+    likely.
     """
 
     def count_distinct(draws: float, ids: float) -> float:
@@ -244,7 +245,7 @@ def _estimate_distinct_rows(draws: float, rows: int, statistics: Statistics | No
 def estimate_hit_share(rows: float, statistics: Statistics | None) -> float:
     """Return the share of lookups that go to the `rows` hottest rows of a table.
 
-    Between powers of ten, the share grows with the logarithm of `rows`. Without statistics, it is DEFAULT_HIT_SHARE.
+    Between powers of ten, the share grows with log(rows). Without statistics of hot ids, it is DEFAULT_HIT_SHARE.
     """
     if statistics is None or not statistics.hottest:
         return DEFAULT_HIT_SHARE
@@ -263,7 +264,7 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
 
     Copies of a replicated table are counted once. Ranks that are not recorded (history.select_recorded_ranks) are
     assumed to look up as many ids as the recorded ranks. If ranks send only distinct ids (for tables read id by id,
-    on GPUs), repeated ids in a rank's batch count once. Tables without records are omitted.
+    on GPUs), repeated ids in a rank's batch count once. Tables without records, or unknown to the schema, are omitted.
     """
     sums: dict[str, tuple[float, float]] = {}  # table → ids looked up; rows held × steps
     for line in lines:
@@ -282,8 +283,8 @@ def compute_recorded_lengths(lines: Iterable[RankLine], config: RunConfig, schem
 def replace_lengths(config: RunConfig, schema: Schema, lengths: Mapping[str, float]) -> Schema:
     """Return the schema with mean lengths that match `lengths`, the ids per row by table (compute_recorded_lengths).
 
-    A table's number is divided among its features in the same proportion as before. The frequencies of ids, and the
-    statistics of tables without a number, are unchanged.
+    A table's number is divided among its features in the same proportion as before, or equally if all were 0. The
+    frequencies of ids, and the statistics of tables without a number, are unchanged.
     """
     features, statistics = resolve_features(schema, config.model), {}
     expected, by_table = estimate_ids_per_row(schema, features), group_lengths_by_table(schema, features)

@@ -86,7 +86,7 @@ def add_footprints(sizes: Iterable[Footprint]) -> Footprint:
 def estimate_footprints(
     config: RunConfig, schema: Schema, constraints: Constraints, device: str
 ) -> dict[str, Footprint]:
-    """Return the bytes of each constrained table, including optimizer state, on a cpu or cuda device."""
+    """Return table → bytes with optimizer state; tables without a set kernel count as `device` (cpu or cuda) memory."""
     optimizers, sizes = resolve_optimizers(config, schema), {}
     for table, spec in constraints.items():
         kernel = resolve_kernel(device, spec.kernel)
@@ -203,7 +203,7 @@ def estimate_host_table_bytes(
 def estimate_copy_bytes(config: RunConfig, schema: Schema, constraints: Constraints, world: int) -> tuple[float, float]:
     """Return (bytes of checkpoint copies, bytes of rows read ahead) in main memory for each GPU rank.
 
-    Checkpoints are written from page-locked copies of the tables in GPU memory.
+    With checkpoint.async_save, checkpoints are written from page-locked copies of the tables that are in GPU memory.
     """
     sizes = estimate_footprints(config, schema, constraints, "cuda").values()
     return sum(size.device for size in sizes) / world, config.data.buffer_gib * GIB
@@ -262,7 +262,7 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
     raise ConfigError(
         f"{'tables' if len(sizes) > 1 else 'table'} {', '.join(sizes)} {'need' if len(sizes) > 1 else 'needs'} "
         f"{format_bytes(need)} of disk with optimizer state, but {reason}",
-        where=f"plan.mmap_dir, {folder}",
+        where=f"{'plan.mmap_dir, ' if config.plan.mmap_dir else ''}{folder}",
         expected="a folder on a disk with enough space for these tables and for all checkpoints on this disk",
         do=advise_disk_space(config, is_full=kind is None),
     )

@@ -155,7 +155,7 @@ class PlacementSpace:
         return float(way.shard_seconds.sum()) / self.world + way.rank_seconds
 
     def place(self, way: TableOption, busy: np.ndarray, room: np.ndarray) -> tuple[int, ...]:
-        """Return the ranks for a table's shards, one rank per shard; () if these ranks have no room for the shards.
+        """Return the ranks for a table's shards, one rank per shard; () if the shards do not fit there.
 
         The result contains all ranks for ALL_RANK_SHARDING_TYPES, and otherwise the configured ranks of the table.
         Without configured ranks, it contains the least busy ranks that have room, or for HOST_SHARDING_TYPES ranks of

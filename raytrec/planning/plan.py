@@ -58,7 +58,7 @@ class Hosts:
 
     Attributes:
         ranks_per_host: Number of consecutive ranks that TorchRec treats as one host.
-        devices: Device of each rank, as numbered by processes on its host.
+        devices: Device of each rank, as numbered by processes on its host; () in dry runs.
         memory: Bytes for tables per rank: plan.memory_gib, or else the memory of the smallest GPU (on CPU: the
             smallest share of a host's memory).
         host_share: Bytes of main memory per rank if the ranks on a host share its memory evenly.
@@ -188,7 +188,7 @@ def validate_for_hosts(
         device: Device type, cpu or cuda.
 
     Raises:
-        ConfigError: A constraint cannot be met.
+        ConfigError: A constraint cannot be met, or memory is too small (see `validate_constraints`).
     """
     memory, per_host = hosts.memory - estimate_id_map_bytes(schema, world), hosts.ranks_per_host
     resources = {"ranks_per_host": per_host, "memory": memory, "host_share": hosts.host_share}
@@ -235,7 +235,7 @@ def search_plan(
     determine the estimated work of the dense layers.
 
     Raises:
-        ConfigError: No plan fits.
+        ConfigError: No plan that fits was found.
     """
     rates = select_rates(hosts, topology.compute_device, topology.world_size)
     shape = group_linked_ranks(topology.world_size // topology.local_world_size, topology.local_world_size, hosts.gpus)

@@ -29,7 +29,7 @@ class Plans:
         config: Configuration of the run.
         schema: Schema of the data.
         on: Predictions for the requested clusters.
-        chosen: Prediction for the smallest cluster of each machine type that fits, sorted by number of GPUs.
+        chosen: Predictions for the smallest clusters on which the run fits, one per machine type, smallest first.
         prices: Name of a machine → price per hour.
     """
 
@@ -49,9 +49,9 @@ class Plans:
         return "cpu" if self.config.scaling.device == "cpu" and not estimate.cluster.machine else "cuda"
 
     def metrics(self) -> dict[str, Any]:
-        """Return all predictions as JSON values, with memory in GiB per rank and times in seconds.
+        """Return all predictions as JSON values, with memory in GiB and times in seconds.
 
-        Keys: clusters (predictions in `on`), chosen, and the names of the smallest and cheapest cluster in `chosen`.
+        Keys: clusters (predictions in `on`), chosen, and the names (or None) of the smallest and cheapest in `chosen`.
         """
         cheapest = self.cheapest()
         return {
@@ -89,8 +89,8 @@ class Plans:
 def print_plans(plans: Plans) -> None:
     """Print the predicted memory and time of each cluster, its skewed tables, and the reasons why the run does not fit.
 
-    For a single cluster, also print its sharding plan. If clusters were chosen by machine type, print the names of the
-    smallest and the cheapest of them.
+    For a single cluster that has a plan, also print the sharding. If clusters were chosen by machine type, print the
+    smallest and, with prices, the cheapest of them, or that the run fits on no machine type.
     """
     console = open_console()
     estimates = plans.on or plans.chosen
@@ -237,7 +237,7 @@ def draw(plans: Plans, path: str | Path) -> None:
 
     path = Path(path)
     if path.suffix not in (".svg", ".png"):
-        raise ConfigError(f"{path.name} is not an image file", where="--picture", expected=".svg or .png")
+        raise ConfigError(f"{path.name} is not an .svg or .png file", where="--picture", expected="FILE.svg or .png")
     estimate = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if estimate is None:
         raise ConfigError("no cluster has a plan to draw", where="--picture", do="omit --picture to see the reasons")

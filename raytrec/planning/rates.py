@@ -65,7 +65,7 @@ class Rates:
         launch_s: Host seconds per operator of the dense layers.
         step_s: Other host seconds per step.
         tensor_s: Host seconds per tensor that the dense optimizer updates.
-        group_s: Host seconds per sharding type in a step of several ranks.
+        group_s: Host seconds per group of tables (Loads.groups), and for replicated tables; with several ranks only.
         matrix_s: Seconds per small matrix in a batched product.
         peer_s: Seconds per other rank in an all-to-all.
         far: Bytes/s that a rank sends to other hosts.
@@ -112,7 +112,7 @@ class Rates:
             update = "dense updates" if update_type == DENSE else f"optimizer {update_type}"
             raise ConfigError(
                 f"the rates do not include lookups with {update}",
-                where=self.source,
+                where=f"rates {self.source}",
                 expected=f"one of {', '.join(self.lookup)}",
                 do="measure the rates again, on the type of machine to plan for, with `raytrec doctor --measure FILE`",
             )

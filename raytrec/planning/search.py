@@ -76,13 +76,13 @@ class Search:
     def find(self, constraints: Constraints) -> ShardingPlan:
         """Return the best plan found under these constraints.
 
-        On CPU, tables are moved to files step by step (memory.move_to_files) until a plan fits.
+        On CPU, tables that may be in files are moved there step by step (memory.move_to_files) until a plan fits.
 
         Args:
             constraints: Validated constraint of each table.
 
         Raises:
-            ConfigError: No plan that fits into memory was found.
+            ConfigError: No plan that fits into memory and on disk was found.
         """
         device, world = self.topology.compute_device, self.topology.world_size
         storage, choices = self.topology.devices[0].storage, iter([constraints])
@@ -169,6 +169,7 @@ class Search:
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
             room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
+            kernels |= {*self.config.plan.compute_kernels}
             room += f", and {sizes.ddr / GIB:.1f} GiB of host memory per GPU" if kernels & {*UVM_KERNELS} else ""
         else:
             room = f"{sizes.ddr / GIB:.1f} GiB of memory per worker"
@@ -187,9 +188,10 @@ def narrow_sharding_types(constraints: Constraints, schema: Schema, world: int, 
     """Return constraints that keep the search small on `world` ranks, each with `memory` bytes for tables.
 
     If there are too many tables × ranks (MAX_ADDED_SHARDS), only the tables with the most bytes or lookups may be split
-    across all ranks, and only the smallest tables may be replicated on every rank. Other tables keep their remaining
-    sharding types. Tables of more than ALWAYS_SPLIT_SHARE × `memory`, and tables without another sharding type, keep
-    all types. On one rank, tables that may be table_wise or row_wise are table_wise, which sorts no ids by rank.
+    across all ranks, and only the tables with the fewest may be replicated on every rank. Other tables keep their
+    remaining sharding types. Tables of more than ALWAYS_SPLIT_SHARE × `memory`, and tables without another sharding
+    type, keep all types. On one rank, all tables that may be both table_wise and row_wise become table_wise, which
+    sorts no ids by rank.
     """
     features = Counter(feature.table for feature in schema.sparse.values())
     bytes_of = {name: 4 * table.rows * table.dim for name, table in schema.tables.items()}
@@ -242,7 +244,7 @@ def split_columns(constraints: Upstream, dims: dict[str, int]) -> Iterator[Upstr
 
 
 def estimate_once_per_size(options: list[ShardingOption], estimate: Callable[[list[ShardingOption]], None]) -> None:
-    """Set the storage of all shards with TorchRec's `estimate`, which runs on each distinct size of an option once."""
+    """Set the storage of all shards with TorchRec's `estimate`, which runs once per shard size of an option."""
     shards_of = [option.shards for option in options]
     for option in options:
         option.shards = list({tuple(shard.size): shard for shard in option.shards}.values())

@@ -49,7 +49,7 @@ class MemoryUse:
 def estimate_memory(
     config: RunConfig, schema: Schema, plan: Sequence[PlannedTable], loads: Loads, dense: DenseWork
 ) -> MemoryUse:
-    """Return the memory use of each rank, divided into the following parts.
+    """Return the memory use of each rank in the following parts, without parts that are 0 on every rank.
 
     B is the number of rows of a rank's batch, and P the size of the dense weights.
 
@@ -64,7 +64,7 @@ def estimate_memory(
         B rows and their gradients. On GPUs, also 40 bytes per id that the update sorts. On CPU, also GLOO_COPIES
         copies of the sums over ranks.
     pipeline batches: Three batches of B rows (ids 8 bytes; lengths of bags, dense columns, labels and row weights 4),
-        and the ids received from other ranks for two batches.
+        and for two batches the ids that the rank receives, including its own.
     checkpoint copies, with checkpoint.async_save: On GPUs, copies in host memory of the dense layers and of all
         tables; on CPU, only of dense layers and of tables with dense updates.
     read ahead: data.buffer_gib.
@@ -172,16 +172,17 @@ def estimate_step_time(
     output exchange = sums and gradients: two collectives per group (four for table_row_wise and grid_shard), and the
         slower of links and network, which work concurrently.
     dense layers = products ÷ their rate + small matrices × time per matrix + other operators' bytes ÷ memory
-        rate + the optimizer, which reads weights, gradients and state and writes weights and state.
+        rate + the update, which reads weights, gradients and state and writes weights, state and any averages.
     all-reduce = buckets × latency + rings: 2·(L−1)/L × gradients ÷ links over the L ranks of a host, and 2·(H−1)/H ×
         gradients ÷ L ÷ network over the H hosts.
     host launches = operators of the dense layers × time per operator + tensors × time per tensor + the time
-        of a step and, on several ranks, of each sharding type + assembly of the next batch, which on GPUs
-        counts only while it holds the same Python lock.
+        of a step and, on several ranks, of each group of tables (Loads.groups) + assembly of the next batch,
+        which on GPUs counts only while it holds the same Python lock.
     ingest = columns and ids read by the reader processes, of which as many run at once as there are CPUs.
+    host to device = bytes of a batch ÷ host link, on GPUs only.
 
-    On GPUs, the device, host, readers and copies work concurrently. Ids are sent during the previous step, and half of
-    the dense layers' time hides the all-reduce:
+    On GPUs, train.compile reduces bytes and launches of dense layers by constant factors. The device, host, readers and
+    copies work concurrently. Ids are sent during the previous step, and half of the dense time hides the all-reduce:
         step = max(lookup + output exchange + dense + max(0, all-reduce − dense ÷ 2), host, ingest, copies, ids)
     On CPU, ranks execute their own sends, so a step is the sum of its parts except ingest, or ingest if it takes
     longer. W ranks on a host share C cores: work that takes tᵣ of CPU time on rank r takes max(max tᵣ, Σ tᵣ ÷ C).
@@ -190,6 +191,9 @@ def estimate_step_time(
     `hosts` and `gpus` are the number of groups of ranks with fast links and the number of ranks per group
     (Cluster.linked). `cpus` is the number of CPUs per rank: two for the rank's processes, the others for readers; 0
     means enough.
+
+    Raises:
+        ConfigError: The rates do not include the optimizer of a table.
     """
     world, total = hosts * gpus, config.data.global_batch_size
     batch, on_cpu = -(-total // world), rates.device == "cpu"

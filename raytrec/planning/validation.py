@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import gcd
 
 from raytrec.common.errors import ConfigError
+from raytrec.common.formatting import format_count
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
 from raytrec.config.tables import EmbeddingOptim
@@ -29,11 +30,7 @@ from raytrec.planning.memory import (
     estimate_host_table_bytes,
 )
 
-DEVICE_MEMORY_WORDING = "on one rank", "(plan.memory_gib or the device's memory, less the maps of managed ids)"
-HOST_MEMORY_WORDING = (
-    "of host memory on one rank",
-    "(the share of one rank, without the memory for checkpoint copies)",
-)
+HOST_MEMORY_WORDING = "of host memory on one rank", "(the rank's share, less room for processes and checkpoint copies)"
 DEVICE_NAMES = {"cpu": "CPU", "cuda": "GPUs"}
 
 
@@ -80,7 +77,8 @@ def validate_constraints(
         allowed = [constraint.kernel] if constraint.kernel else list_kernel_choices(config, device, is_managed)
         if is_managed and allowed in ([CACHING_KERNEL], []):
             what = f"managed ids do not support kernel {CACHING_KERNEL}, whose cache keeps rows of replaced ids"
-            expected = "fused, fused_uvm or dense as compute_kernel or in plan.compute_kernels"
+            place = "plan.compute_kernels" if constraint.kernel is None else "compute_kernel"
+            expected = f"fused or fused_uvm in {place}"
             raise make_plan_error(table, what, expected)
         if constraint.ranks:
             _check_ranks(table, schema.tables[table], constraint, world, ranks_per_host)
@@ -99,16 +97,18 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
         what += "column shard would keep a separate value"
         expected = "another optimizer, such as adagrad, or a sharding type that keeps rows whole"
     elif sharding == "data_parallel" and is_fused:
-        what, expected = f"data_parallel does not support kernel {kernel}", "dense or null"
+        what, expected = f"data_parallel does not support kernel {kernel}", "compute_kernel dense or null"
     elif kernel == MMAP_KERNEL and device == "cuda":
         what = "GPUs do not support kernel fused_mmap, which reads tables from files"
         expected = "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)"
     elif is_fused and device not in find_optimizer(optimizer).devices:
-        what = f"FBGEMM has no kernel {kernel} for optimizer {optimizer} on {DEVICE_NAMES[device]}"
-        expected = "compute_kernel: dense"
+        what = f"kernel {kernel} does not support optimizer {optimizer} on {DEVICE_NAMES[device]}"
+        expected = "compute_kernel dense or null, or another optimizer"
     elif constraint.dtype != "fp32" and _has_dense_update(constraint, sharding, optimizer, device):
         what = f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share"
-        expected = "fp32, or a fused kernel (not data_parallel, and an optimizer that has one on this device)"
+        cause = sharding if sharding == "data_parallel" else f"optimizer {optimizer} on {DEVICE_NAMES[device]}"
+        what += "" if kernel == "dense" else f"; {cause} requires a dense kernel"
+        expected = "dtype fp32, or a fused kernel"
     if what:
         raise make_plan_error(table, what, expected)
 
@@ -130,9 +130,9 @@ def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim],
             raise ConfigError(
                 f"table {table} has weight_decay and may be {fused[0]} with a fused kernel, which does not "
                 "decay rows outside the batch",
-                where="optim.embeddings, optim.tables",
+                where="weight_decay in optim",
                 expected="weight_decay 0, or a dense update, which decays every row at every step",
-                do=f"set compute_kernel=dense or sharding_type=data_parallel in plan.tables.{table}",
+                do=f"set plan.tables.{table}.compute_kernel=dense",
             )
 
 
@@ -146,7 +146,7 @@ def _check_ranks(table: str, spec: Table, constraint: TableConstraint, world: in
     """Check the ranks of one table (plan.tables.*.ranks), except for HOST_SHARDING_TYPES if `per_host` is None."""
     ranks, sharding = constraint.ranks, constraint.sharding[0]
     if outside := [rank for rank in ranks if rank >= world]:
-        expected = f"{f'ranks 0 to {world - 1}' if world > 1 else 'rank 0'} (scaling.num_workers={world})"
+        expected = f"{f'ranks 0 to {world - 1}' if world > 1 else 'rank 0'} of {format_count(world, 'worker')}"
         raise make_plan_error(table, f"there is no rank {outside[0]}", expected)
     if len(set(ranks)) < len(ranks):
         raise make_plan_error(table, f"ranks {list(ranks)} contain duplicates", "each rank once")
@@ -185,7 +185,8 @@ def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, wo
     host, or None if unknown.
 
     Raises:
-        ConfigError: The greatest common divisor of all shard widths is at most INT8_SCALE_BYTES.
+        ConfigError: The greatest common divisor of the shard widths, except of tables that are always data_parallel, is
+            at most INT8_SCALE_BYTES.
     """
     if not config.plan.qcomms.has_int8:
         return
@@ -203,7 +204,7 @@ def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, wo
             f"{narrowest} has {widths[narrowest]} columns",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
-            do="set plan.qcomms to fp16 or bf16, or choose dims whose shard widths are multiples of 16",
+            do="replace int8 in plan.qcomms by fp16 or bf16, or choose dims whose shard widths are multiples of 16",
         )
 
 
@@ -223,9 +224,11 @@ def _check_shared_ranks(
             groups.setdefault(("rank", constraint.ranks[0]), []).append(table)
         elif constraint.group is not None:
             groups.setdefault(("group", constraint.group), []).append(table)
+    limit = "plan.memory_gib" if config.plan.memory_gib else "GPU memory" if device == "cuda" else "a worker's memory"
+    device_wording = "on one rank", f"({limit}, less the maps of managed ids)"
     for tables in groups.values():
         sizes = estimate_footprints(config, schema, {table: constraints[table] for table in tables}, device)
-        _check_fits({table: size.device for table, size in sizes.items()}, memory, DEVICE_MEMORY_WORDING)
+        _check_fits({table: size.device for table, size in sizes.items()}, memory, device_wording)
         _check_fits({table: size.host for table, size in sizes.items()}, room, HOST_MEMORY_WORDING)
 
 
@@ -238,7 +241,7 @@ def _check_copies(config: RunConfig, schema: Schema, constraints: Constraints, w
             where="checkpoint.async_save",
             expected=f"at most {host_share / GIB:.1f} GiB, a worker's share of its host (or container)",
             do="set checkpoint.async_save=false (no copies, but training waits for each save), or use "
-            "more workers or hosts with more memory",
+            "more hosts, or hosts with more memory",
         )
 
 

@@ -93,7 +93,7 @@ def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     assert "<svg" in (tmp_path / "shards.svg").read_text() and "rows/s" in shown.out
     assert f"picture      {tmp_path / 'shards.svg'}" in shown.err and "assumed" not in shown.err
     assert run(*given, tmp_path / "shards.pdf") == 1
-    assert "shards.pdf is not an image file" in capsys.readouterr().err
+    assert "shards.pdf is not an .svg or .png file" in capsys.readouterr().err
     assert run(*given, tmp_path / "missing/shards.svg") == 1
     assert "cannot write the picture: No such file" in (shown := capsys.readouterr().err) and "with --picture" in shown
 
