@@ -84,7 +84,7 @@ class ColumnSplit:
             counts: Number of candidates of each user.
 
         Raises:
-            DataError: A value is missing or invalid.
+            DataError: A column or value is missing, or a value is invalid.
         """
         tables = users, repeat_users(candidates, users, self.repeated, counts)
         rows, readers = [], {"user": self.users, "candidates": self.candidates}

@@ -66,7 +66,7 @@ def load(
     Raises:
         RunError: There is no export, it is damaged or cannot be copied, or this process computes other scores for
             its golden rows (rows stored with their scores).
-        ConfigError: A transform of the export names code, and `allow_code` is False.
+        ConfigError: A transform names code, and `allow_code` is False; or a Ray job passes a relative path.
         DataError: The URI is not valid, or the store cannot be reached.
 
     Example:
@@ -125,7 +125,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
             f"the transforms of the export run user code: {', '.join(code_names)}",
             where=where,
             expected="built-in transforms only",
-            do="pass --allow-code or load(…, allow_code=True) if you trust the source of the export",
+            do="if you trust the source of the export, pass --allow-code, or allow_code=True in load() or model_config",
         )
 
 
@@ -147,6 +147,7 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
 
     Raises:
         RunError: A file cannot be read from the store, or there is not enough disk space.
+        DataError: The URI is not valid, or the store cannot be reached.
     """
     filesystem, path = open_filesystem(place)
     if filesystem.type_name == "local":
@@ -159,7 +160,7 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
         raise RunError(
             f"a copy of the export needs {format_bytes(needed)}, but only {format_bytes(available)} are free",
             where=str(folder.parent),
-            expected="disk space for all files of the export, because tables are mapped from disk",
+            expected=f"at least {format_bytes(needed)} of free disk space",
             do="free disk space, or set TMPDIR to a folder on a larger disk",
         )
     for name in manifest.files:
@@ -191,16 +192,16 @@ def check_files(folder: Path, manifest: Manifest, tables: bool, where: str, back
 
     def compare(compared: Callable[[str, FileEntry], bool], names: Iterable[str]) -> None:
         for name in names:
-            entry, damage = manifest.files[name], f"{name} differs from the exported file"
+            entry, what = manifest.files[name], f"the export is damaged: {name} differs from the exported file"
             try:
                 intact = compared(name, entry)
             except OSError as error:
-                intact, damage = False, f"{name} cannot be read: {error.strerror or error}"
+                intact, what = False, f"{name} cannot be read: {error.strerror or error}"
             if not intact:
                 raise RunError(
-                    f"the export is damaged: {damage}",
+                    what,
                     where=where,
-                    expected=f"{entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
+                    expected=f"a readable file of {entry.bytes:,} bytes with the checksum in {MANIFEST_FILE}",
                     do="copy the folder again, or export the run again",
                 )
 
@@ -241,7 +242,8 @@ def hash_in_child(folder: Path, files: Iterable[str], where: str) -> dict[str, s
         reason = get_last_line(getattr(error, "stderr", None) or "", str(error).rpartition("' ")[2])
         what = f"the checksums of the export cannot be computed: {reason}"
         expected = "readable files, and idle processors and free memory on this host"
-        raise RunError(what, where=where, expected=expected, do="check the files, then retry") from None
+        do = "retry when this host is less loaded; if a file cannot be read, copy or export the model again"
+        raise RunError(what, where=where, expected=expected, do=do) from None
 
 
 def open_export(
@@ -257,6 +259,7 @@ def open_export(
 
     Raises:
         RunError: A program, the file of a table or the managed ids do not match the manifest.
+        Exception: Another file is missing or damaged (OSError, ArrowException), or `make_lookups` failed.
     """
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
@@ -270,7 +273,7 @@ def open_export(
 
 
 def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
-    """Return a transform in which the path of its vocabulary, a file of the export, is absolute."""
+    """Return a copy with the path of the vocabulary in `folder`; a transform without vocabulary is unchanged."""
     name = getattr(transform, "vocabulary", None)
     return transform.model_copy(update={"vocabulary": str(folder / name)}) if name else transform
 
@@ -279,14 +282,15 @@ def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
     """Read the managed ids of a table and their rows.
 
     Raises:
-        RunError: There are more ids than rows, or the column `row` contains values that are not rows of the table.
+        RunError: There are more ids than rows, or the column `row` does not consist of int64 rows of the table.
+        OSError, ArrowException, ValueError: The file cannot be read, or lacks the column `id` or `row`.
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
     if parquet.metadata.num_rows > schema.rows:
         what = f"the file contains {format_count(parquet.metadata.num_rows, 'managed id')} of table {table}"
-        raise RunError(what, where=str(file), expected=f"at most {schema.rows:,}")
+        raise RunError(what, where=str(file), expected=f"at most {schema.rows:,}, the number of the table's rows")
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
-        what = f"column 'row' contains values that are not rows of table {table}"
+        what = f"column 'row' does not consist of rows of table {table}"
         raise RunError(what, where=str(file), expected=f"int64 values from 0 to {schema.rows - 1:,}")
     return IdRows(schema, ids_to_keys(ids), rows)

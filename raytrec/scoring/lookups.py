@@ -77,11 +77,11 @@ class IdRows:
 
 @dataclass(frozen=True)
 class _FeatureGroup:
-    """Features that are looked up together: their tables are in one stack, and each of their bags contains one id.
+    """Features without weights that are looked up together: one stack has their tables, and each bag contains one id.
 
     Attributes:
         stack: Rows of all tables of the stack; see StackedTable.
-        places: Indices of the f features among the schema's features.
+        places: Indices of the f features among the schema's sparse features.
         inputs: Keys of the features in `Tensors`.
         first_rows_f1: First row of each feature's table in the stack, int64 [f, 1].
     """
@@ -95,8 +95,8 @@ class _FeatureGroup:
 class Lookups:
     """Lookup and pooling of ids in the tables of an export.
 
-    The results equal the output of embeddings.pooling.PooledEmbeddings and models.inputs.SequenceLookup in
-    training.
+    With fp32 tables, the results equal the output of embeddings.pooling.PooledEmbeddings and
+    models.inputs.SequenceLookup in training. With other precisions, they equal the output for the stored values.
 
     Args:
         features: Features of the model.
@@ -183,7 +183,7 @@ class Lookups:
         Raises:
             ValueError: The precision of a table cannot represent a value; see `TablePrecision.encode`.
             OSError: The system refuses to make the tables writable.
-            UnavailableError: A table shard does not have the new state.
+            UnavailableError: A table shard does not have the new state; only if `is_remote`.
         """
         encoded = [item for changes in deltas for item in encode_changes(self.tables, changes).items()]
         for stack, (rows, _) in encoded:

@@ -30,7 +30,7 @@ EXPORT_FORMAT: Literal[1] = 1
 MANIFEST_FILE, GOLDEN, ONNX_FILE = "manifest.json", "golden.arrow", "model.onnx"
 PrecisionName = Literal["fp32", "fp16", "int8", "int4"]
 EXPORT_ADVICE = (
-    "run `raytrec export RUN --out URI` (again if interrupted), or pass --follow to serve a folder of deltas"
+    "run `raytrec export RUN --out URI` (again if interrupted); use `raytrec serve --follow` for a folder of deltas"
 )
 ProgramName = Literal["predict", "query", "item"]
 InputKind = Literal["dense", "bag", "vectors", "present", "side_features"]
@@ -57,7 +57,7 @@ class Input(Section):
 
 
 def list_inputs(features: Features) -> list[Input]:
-    """Return all inputs of a model: the dense columns, then the features in the order of the schema."""
+    """Return all inputs of a model: the dense columns (width 0 if none), then each feature in the schema's order."""
     schema = features.schema
     inputs = [Input(kind="dense", width=len(schema.dense))]
     for name, spec in schema.sparse.items():
@@ -154,7 +154,7 @@ class Manifest(Section):
     ids: dict[str, str] = Field(default_factory=dict)
     golden_rows: NonNegativeInt = 0
     metrics: Metrics = Field(default_factory=dict)
-    """For quantized tables: metric → its values with fp32 and with quantized tables; None if undefined."""
+    """Metric → precision (fp32 and that of quantized tables) → value, None if undefined; empty if not compared."""
     files: dict[str, FileEntry]
     binding: str
     """Hash of the inputs that determine the export, such as the checkpoint and the options of the command."""
@@ -169,9 +169,10 @@ class Manifest(Section):
                 raise ValueError(f"files: there is no entry for {name}")
         for name in self.files:
             if name.startswith("/") or ".." in name.split("/") or not name.isprintable():
-                raise ValueError(f"files: {name!r} is outside the folder or not a valid file name")
+                fault = "outside the folder" if name.isprintable() else "not a valid file name"
+                raise ValueError(f"files: {name!r} is {fault}")
         if sorted(name for each in self.stacks for name in each.tables) != sorted(self.data_schema.tables):
-            raise ValueError(f"stacks: the tables are not those of the schema: {', '.join(self.data_schema.tables)}")
+            raise ValueError(f"stacks: each table must be listed once: {', '.join(self.data_schema.tables)}")
         for stack in self.stacks:
             rows, dims = self.count_rows(stack), {self.data_schema.tables[name].dim for name in stack.tables}
             tables = ", ".join(stack.tables)
@@ -220,7 +221,7 @@ class Manifest(Section):
 
 
 def format_version(run: str, step: int, checksum: str) -> str:
-    """Return the name of an export in responses, RUN-STEP-CHECKSUM, with `_` for characters unfit for HTTP headers."""
+    """Return the name of an export in responses, RUN-STEP-CHECKSUM (8 digits); RUN is reduced to [A-Za-z0-9_.-]."""
     name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
     return f"{name}-{step}-{checksum[:8]}"
 

@@ -28,9 +28,9 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
         dense: Dense columns of the schema.
 
     Returns:
-        Matrix → columns. `dense` contains dense columns and other floating-point columns, and `ids` contains all
-        other columns with one integer per row. Neither contains text or lists. The result is empty if a column
-        has the name of a matrix.
+        Matrix → columns. `dense` contains all dense columns and other floating-point columns, and `ids` contains all
+        other columns with one integer per row. Columns of other types, such as text or lists, are in neither. The
+        result is empty if a column has the name of a matrix.
     """
     matrices: dict[str, list[str]] = {DENSE_MATRIX: [], ID_MATRIX: []}
     if matrices.keys() & set(columns.names):

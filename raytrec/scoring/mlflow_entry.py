@@ -22,7 +22,7 @@ class ExportedModel(PythonModel):
         """Load the export.
 
         Raises:
-            RaytrecError: There is no export, it is damaged, or it differs from the logged export.
+            RaytrecError: The export cannot be loaded (see `raytrec.load`), or differs from the logged export.
         """
         place, allow_code = Path(context.artifacts["export"]), bool(context.model_config.get("allow_code"))
         logged = None if place.is_dir() else json.loads(place.read_text(encoding="utf-8"))
@@ -40,6 +40,9 @@ class ExportedModel(PythonModel):
         """Return the predictions of rows in a column score or, with several tasks, a column score_TASK per task.
 
         Times must be in UTC, because MLflow does not support time zones.
+
+        Raises:
+            DataError, ArrowException: A column or value is missing or invalid.
         """
         columns = pa.schema([field for field in self._model.columns if field.name in model_input.columns])
         rows = pa.Table.from_pandas(model_input, columns, preserve_index=False)

@@ -75,14 +75,14 @@ def check_arguments(target: Any, inputs: Any) -> None:
         inputs: Arguments as stored in an archive.
 
     Raises:
-        DisallowedContent: The operator writes to an argument, an argument is unknown, or an argument has a
-            kind or value that torch does not check.
+        DisallowedContent: The operator writes to a keyword-only argument such as `out`, an argument is unknown, or
+            an argument has a kind or value that is not allowed.
     """
     if not isinstance(target, str) or not target.startswith("torch.ops.aten.") or not is_operator(target):
         return
     arguments = {argument.name: argument for argument in get_schema(target).arguments}
     if any(each.kwarg_only and each.alias_info is not None and each.alias_info.is_write for each in arguments.values()):
-        raise DisallowedContent(f"the operator {target}, which writes to an argument")
+        raise DisallowedContent(f"the operator {target}, which writes to an output argument")
     for entry in map(as_dict, inputs if isinstance(inputs, list) else ()):
         name, value = entry.get("name"), as_dict(entry.get("arg"))
         if name not in arguments:
@@ -106,7 +106,8 @@ def compute_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **o
     """Call `scaled_dot_product_attention`; raise RuntimeError for sizes that torch does not check."""
     fits = query.shape[:-2] == key.shape[:-2] and key.shape[:-1] == value.shape[:-1]
     if not fits or query.shape[-1] != key.shape[-1] or min(*query.shape, *key.shape, *value.shape) == 0:
-        raise RuntimeError("the sizes of query, key and value do not match, or a size is 0")
+        shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
+        raise RuntimeError(f"the shapes of query, key and value do not match or contain 0: {shapes}")
     return aten.scaled_dot_product_attention.default(query, key, value, *args, **options)
 
 
@@ -143,7 +144,7 @@ def canonicalize_expression(text: str) -> str:
     Expressions must be checked, because sympy evaluates them as Python code.
 
     Raises:
-        DisallowedContent: The expression is too long, or contains an element that `_is_expression` does not allow.
+        DisallowedContent: The expression is too long, is not valid Python, or is rejected by `_is_expression`.
     """
     try:
         short = len(text) <= MAX_EXPRESSION_CHARACTERS and text.count("(") <= MAX_EXPRESSION_CALLS
@@ -158,7 +159,8 @@ def canonicalize_expression(text: str) -> str:
 def _is_expression(node: ast.expr) -> bool:
     """Return True for a number, a truth value, or a call of EXPRESSION_FUNCTIONS whose arguments are expressions.
 
-    At most one factor of a product may be a call, because sympy expands products of sums in exponential time.
+    Symbol takes a name and flags instead. At most one factor of a product may be a call other than of
+    EXPRESSION_ATOMS, because sympy expands products of sums in exponential time.
     """
     if isinstance(node, ast.UnaryOp):
         return isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant)

@@ -1,4 +1,4 @@
-"""Fast reader of plain rows in requests, which are rows of numbers and ids without nulls.
+"""Fast reader of plain rows, i.e. rows of numbers and ids without nulls, in requests.
 
 `PlainRowReader` reads all columns with one call, but only values that are valid and need no conversion. All other
 rows, such as rows with nulls, text or invalid values, are read or rejected by `RowReader`, which defines the meaning
@@ -217,7 +217,7 @@ class PlainRowReader:
         return scaled_DB if np.isfinite(scaled_DB).all() else None
 
     def _mark_managed(self, ids: np.ndarray) -> np.ndarray:
-        """Return ids in which NO_MANAGED_ID, the marker of a missing managed id, is replaced by the next number."""
+        """Return ids; if the schema has managed ids, NO_MANAGED_ID (no id) is replaced by the next greater number."""
         return np.maximum(ids, NO_MANAGED_ID + 1) if self._form.schema.managed else ids
 
 

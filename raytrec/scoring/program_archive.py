@@ -156,7 +156,7 @@ def sanitize_archive(content: bytes) -> bytes:
 
     Raises:
         DisallowedContent: The archive contains something that `raytrec export` does not write.
-        BadZipFile: The archive is damaged.
+        BadZipFile, LookupError, TypeError, ValueError: The archive is damaged.
     """
     return _sanitize_entries(_read_entries(content))
 
@@ -198,7 +198,7 @@ def _read_entries(content: bytes) -> dict[str, bytes]:
         for info in infos:
             root, _, name = info.filename.partition("/")
             if info.compress_type != ZIP_STORED or info.flag_bits & 1:
-                raise DisallowedContent(f"the compressed or encrypted entry {name!r}")
+                raise DisallowedContent(f"the {'encrypted' if info.flag_bits & 1 else 'compressed'} entry {name!r}")
             if name in entries or not name or root != infos[0].filename.partition("/")[0]:
                 raise DisallowedContent(f"the duplicate or misplaced entry {info.filename!r}")
             entries[name] = archive.read(info)
@@ -219,7 +219,7 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Return a description of tensors without pickles, whose names are valid and whose files match a pattern."""
+    """Check that a description of tensors has valid names, no pickles, and files that match a pattern; return it."""
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -227,15 +227,17 @@ def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, 
         if not QUALIFIED_NAME_PATTERN.fullmatch(name):
             raise DisallowedContent(f"a tensor with the invalid name {name!r}")
         if tensor.get("use_pickle") is not False or not pattern.fullmatch(path):
-            raise DisallowedContent(f"the tensor {name} as a pickle or in the unexpected file {path!r}")
+            form = "as a pickle" if pattern.fullmatch(path) else f"in the unexpected file {path!r}"
+            raise DisallowedContent(f"the tensor {name} {form}")
         tensors[name] = tensor | {"tensor_meta": _sanitize_value(tensor.get("tensor_meta"), "")}
     return {"config": tensors}
 
 
 def _sanitize_value(value: Any, key: str) -> Any:
-    """Check the strings in a value of model.json, and return the value without the content of DROPPED_KEYS.
+    """Check a value of model.json, and return the value without the content of DROPPED_KEYS.
 
     A string must be an operator, a symbolic expression, a structure of arguments, or match the pattern of its key.
+    Keys and the arguments of operators are also checked. Numbers, truth values and null are allowed.
     """
     if isinstance(value, dict):
         for name in value:

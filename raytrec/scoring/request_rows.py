@@ -68,8 +68,8 @@ class RowReader:
         """Return rows in their canonical form (data.canonical).
 
         Raises:
-            DataError: A column is missing, or the schema does not allow a value. The error names the column and the
-                row.
+            DataError: A column is missing, appears twice or has another type than in training; a transform fails; or
+                the schema does not allow a value (the error names its column and row).
         """
         schema, plan = table.schema, self.form.plan
         is_checked = schema == self._checked
@@ -117,7 +117,7 @@ class RowReader:
         different rows.
 
         Returns:
-            True if all columns have been checked; False if a column of another kind has only nulls.
+            True if all columns have been checked; False if a column of another kind has no values except nulls.
 
         Raises:
             DataError: A column has values of another kind.
@@ -142,7 +142,8 @@ class RowReader:
 def _is_same_kind(sent: pa.DataType, trained: pa.DataType) -> bool:
     """Return True if values of type `sent` are accepted in a column of type `trained`.
 
-    Text, times and numbers differ, but text is accepted for times. Lists are accepted only for lists, and null always.
+    Text, times and numbers (including booleans) differ, but text is accepted for times. Lists are accepted only for
+    lists. Null and all other types are accepted here; `check_types` rejects unsupported types.
     """
     if list_element_type(plain(sent)) is not None and list_element_type(trained) is None:
         return False
@@ -235,7 +236,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             schema = pa.schema([field for field in columns if field.name in rows.columns])
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
-        reason = f"type {type(rows).__name__}" if isinstance(error, AttributeError) else get_first_line(error)
+        reason = f"their type is {type(rows).__name__}" if isinstance(error, AttributeError) else get_first_line(error)
         expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
         raise DataError(f"the rows cannot be read as a table: {reason}", where=ROWS_PLACE, expected=expected) from None
 

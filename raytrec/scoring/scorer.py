@@ -66,7 +66,7 @@ class Scorer:
         Args:
             rows: A pyarrow.Table, a pandas.DataFrame, a mapping of columns to values (one row) or a list of
                 mappings, with the columns of the features (`columns`). Additional columns are ignored.
-            user: One row in any of these forms, with some of the columns.
+            user: One row with some of the columns: a mapping, a pyarrow.Table or a pandas.DataFrame.
             candidates: Rows in any of these forms, with the remaining columns.
 
         Returns:
@@ -74,7 +74,8 @@ class Scorer:
             a column `score_TASK` per task. The values of a task with classes are lists.
 
         Raises:
-            DataError: A value is missing or invalid; the message names the column and the row.
+            DataError: There are no rows, a column or value is missing or invalid (the message names the column and,
+                for a value, the row), or `user` is not valid as described in `to_ranking_tables`.
             ConfigError: The arguments are neither `rows` alone, nor `user` and `candidates`.
         """
         is_given = [each is not None for each in (rows, user, candidates)]
@@ -99,8 +100,8 @@ class Scorer:
             tower: query or item.
 
         Raises:
-            ConfigError: The model does not compute query and item vectors.
-            DataError: A value is missing or invalid.
+            ConfigError: The model does not compute query and item vectors, or `tower` has another value.
+            DataError: There are no rows, or a column or value is missing or invalid.
         """
         reader = self.get_reader(tower)
         return self.score([reader.read(to_table(rows, reader.columns))], tower)[0]
@@ -151,14 +152,14 @@ class Scorer:
         if program not in self._programs:
             raise ConfigError(
                 f"the model of run {self.manifest.source.run} does not compute query and item vectors",
-                where=f"tower={program}",
+                where=self.export_version,
                 expected="a model with a query and an item tower, such as two_tower (docs/retrieval.md)",
                 do="use predict (in services: POST /predict)",
             )
         return self._readers[program]
 
     def get_plain_reader(self, program: ProgramName) -> PlainRowReader | None:
-        """Return the fast reader of a program's plain rows (plain_rows.py), or None if its rows are never plain."""
+        """Return the fast reader of a program's plain rows, or None as in `plain_rows.make_plain_reader`."""
         return self._plain_readers[program]
 
     @cached_property
@@ -193,6 +194,7 @@ class Scorer:
 
         Raises:
             DataError: There are no rows.
+            ConfigError: The export does not contain the program.
         """
         count = sum(map(len, pieces))
         tensors = self._look_up(self.get_reader(program), pieces, count)
@@ -202,14 +204,14 @@ class Scorer:
             return [each.numpy() for each in outputs]
 
     def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
-        """Read a user and candidates, in any form that `predict` accepts, for `rank` or `score`.
+        """Read a user and candidates, in the forms that `predict` accepts, for `rank` or `score`.
 
         A few candidates are returned as rows that contain the user's columns, if scoring such rows is faster.
 
         Args:
             user: One row.
             candidates: Rows with the remaining columns of the model.
-            max_ids: Maximum number of ids in a list for the fast reader (plain_rows.py); others are read as tables.
+            max_ids: Maximum number of ids in a list; with longer lists, rows are read as tables.
 
         Returns:
             (candidates, user, split) for `rank`, or (rows with all columns, None, None) for `score`.
@@ -233,12 +235,12 @@ class Scorer:
         """Return (table of candidates, table of their user, split) for `rank`.
 
         Args:
-            user: One row, in any form that `predict` accepts.
+            user: One row: a mapping, a pyarrow.Table or a pandas.DataFrame.
             candidates: Rows with the remaining columns of the model, in any form that `predict` accepts.
 
         Raises:
             DataError: The user is not a single row with some, but not all, of the model's columns; candidates
-                repeat a column of the user; or a value does not match the type of its column.
+                repeat a column of the user; or rows cannot be converted, as for `to_table`.
         """
         fields = [field for field in self.columns if not isinstance(user, Mapping) or field.name in user]
         with name_rows("user"):
@@ -273,7 +275,7 @@ class Scorer:
             candidates: Candidates of each user: `Rows` if the users are, else tables or ObjectRows of one schema.
 
         Raises:
-            DataError: There are no candidates, or a value in a table is missing or invalid.
+            DataError: There are no candidates, or a column or value of a table or of ObjectRows is missing or invalid.
         """
         counts = [len(each) for each in candidates]
         if not isinstance(users[0], Rows):
@@ -293,7 +295,7 @@ class Scorer:
         """Return the division of the model's columns for users with columns of these names.
 
         Raises:
-            DataError: The names are all columns of the model.
+            DataError: The names include all columns that the model's features need.
         """
         schema, transforms = self.manifest.data_schema, list(self.manifest.transforms)
         all_names = self._list_names("predict")

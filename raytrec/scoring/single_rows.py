@@ -120,7 +120,7 @@ def _copy_columns(part_OI: torch.Tensor, places: torch.Tensor, weight_OI: torch.
 
 
 def make_example_input(of: Input, rows: int) -> torch.Tensor:
-    """Return a random tensor with the shape and dtype of an input."""
+    """Return a tensor with the shape and dtype of an input; its values are random, except for kind present."""
     if of.kind == "present":
         return torch.arange(of.length) < torch.arange(rows).unsqueeze(1) + 1
     if of.kind in ("dense", "bag"):
@@ -238,7 +238,7 @@ class _ProgramRewriter:
         return self._repeat(value, broadcast=True)
 
     def _repeat(self, value: _Value, broadcast: bool = False) -> fx.Node:
-        """Return the node of a tensor with B rows, which repeats the users' rows, or of a size for B rows."""
+        """Return the node of a value for B rows: rows of users are repeated; a value without rows is unchanged."""
         if value.rows:
             return value.rows
         dims = [dim for dim, size in enumerate(value.shape) if isinstance(size, torch.SymInt)]
@@ -249,7 +249,7 @@ class _ProgramRewriter:
         return self._call(repeat_rows, value.new, self._users_B, dims[0], broadcast)
 
     def _divide_linear(self, node: fx.Node) -> fx.Node | None:
-        """Return the sum of a linear layer's outputs for users' and for rows' columns; None unless it reads both."""
+        """Return a linear layer's output as the sum over users' and rows' columns; None unless it reads both."""
         source, weight, *bias = node.args
         columns = self._list_columns(source)
         if {value.origin for value, _ in columns} != {"user", "rows"} or weight.op != "get_attr":

@@ -191,7 +191,8 @@ def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> t
     try:
         return precision.encode(changes.values)
     except RaytrecError as error:
-        raise ValueError(f"table {table}: {error.what}; expected: {error.expected}") from None
+        what = error.what.replace("a table", f"table {table}", 1)
+        raise ValueError(f"{what}; expected: {error.expected}") from None
 
 
 def encode_changes(

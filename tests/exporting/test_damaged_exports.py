@@ -81,9 +81,9 @@ def edit_manifest(copy, edit):
         (lambda m: m["programs"]["predict"].update(file="other.pt2"), "there is no entry for other.pt2"),
         (lambda m: m.update(format=2), "format"),
         (lambda m: m.pop("tasks"), "tasks"),
-        (lambda m: m["stacks"][0]["tables"].remove("tag"), "the tables are not user, tag"),
-        (lambda m: m["stacks"][0]["tables"].append("tag"), "the tables are not user, tag"),
-        (lambda m: m["stacks"].append(m["stacks"][0]), "the tables are not user, tag"),
+        (lambda m: m["stacks"][0]["tables"].remove("tag"), "must be listed once: user, tag"),
+        (lambda m: m["stacks"][0]["tables"].append("tag"), "must be listed once: user, tag"),
+        (lambda m: m["stacks"].append(m["stacks"][0]), "must be listed once: user, tag"),
         (lambda m: m["stacks"].append(m["stacks"][0] | {"tables": []}), "stacks.1.tables"),
         (lambda m: m["stacks"][0].update(first_rows=[0, -5]), "first_rows"),
         (lambda m: m["stacks"][0].update(block_rows=-1), "block_rows"),
@@ -188,5 +188,5 @@ def test_golden_rows_with_wrong_offsets_are_refused(copy):
     offsets = golden["friends"].chunk(0).buffers()[1].to_pybytes()[:52]
     assert content.count(offsets) >= 1
     replace_file(copy, "golden.arrow", content.replace(offsets, offsets[:-4] + b"\xff\xff\xff\x7f"))
-    with pytest.raises(RunError, match="do not match"):
+    with pytest.raises(RunError, match="the export cannot be loaded"):
         raytrec.load(copy)

@@ -52,7 +52,7 @@ def test_text_is_not_a_list_of_characters():
 
 
 def test_error_for_other_objects_names_their_type():
-    with pytest.raises(DataError, match=r"the rows cannot be read as a table: type int\n"):
+    with pytest.raises(DataError, match=r"the rows cannot be read as a table: their type is int\n"):
         to_table(3, pa.schema({"id": pa.int64()}))
 
 

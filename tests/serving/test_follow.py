@@ -310,7 +310,7 @@ def test_shards_refuse_values_that_exceed_the_precision(steps, folder, two_shard
         service.wait(delta=2)
         before = service.scores({"rows": steps.table.to_pylist()})
         table, _ = write_changed_rows(folder, steps, 3, lambda vectors: np.full_like(vectors, 1e6))
-        service.wait_for_problem(f"delta 3 cannot be applied: table {table}: a table contains NaN or values beyond")
+        service.wait_for_problem(f"delta 3 cannot be applied: table {table} contains NaN or values beyond")
         time.sleep(0.5)
         assert len(loaded) == 2 and service.scores({"rows": steps.table.to_pylist()}) == before
         folder.write_steps(steps, 3, 3)
