@@ -5,9 +5,9 @@ number of logits per row. Its forward takes the dense columns, float32 [B, n], a
 feature:
 
 - pooled embeddings, float32 [B, dim of the feature's table];
-- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features with pooling: sequence, if the model's
-  section has a max_length L. It contains the embedding of each id, most recent first. Without max_length, the
-  feature's embeddings are averaged.
+- inputs.Sequence(vectors [B, L, dim], present [B, L]) for features with pooling: sequence that the model reads
+  id by id, L ids at most (ModelSection.sequence_lengths). It contains the embedding of each id, most recent first.
+  The embeddings of other features with pooling: sequence are averaged.
 
 The keys inputs.IDS and inputs.REQUESTS of this dict exist for models that read ids or encode each request once.
 
@@ -70,6 +70,7 @@ def build_model(
     Raises:
         ConfigError: The model does not support the schema, the tasks or `vectors`; or a user-defined class does
             not exist or violates the contract in this module's docstring.
+        Exception: Any error raised by the module or the constructor of a user-defined class.
     """
     tasks = {"task": 1} if tasks is None else dict(tasks)
     check_model(schema, config, vectors, tasks)

@@ -39,7 +39,7 @@ class DIEN(nn.Module):
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims, at least one with pooling:
-            sequence.
+            sequence in addition to the negatives.
         config: Target, negatives, α, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
     """
@@ -130,8 +130,8 @@ class AUGRU(nn.Module):
     """GRU whose update gate is scaled by a weight for each step (Zhou et al. 2019, section 4.3).
 
     With the gates of nn.GRU, h_t = (1 − a_t·u_t) ∘ h_{t−1} + a_t·u_t ∘ h̃_t, where u_t is the share of the
-    new state (1 − z of nn.GRU), and h_0 = 0. A step with weight 0 does not change the state. The AUGRU is
-    always computed in float32, like the GRU on GPUs.
+    new state (1 − z of nn.GRU), and h_0 = 0. A step with weight 0 does not change the state. The
+    states are always computed in float32, like those of the GRU on GPUs.
 
     Args:
         inputs: Width of each step's input.

@@ -27,7 +27,7 @@ class WideDeep(nn.Module):
 
     Args:
         schema: Schema with any dense columns; tables of features in the wide part have dims larger than T.
-        config: Features of each part, layer sizes and dropout.
+        config: Features of each part, layer sizes, dropout, and slope_rate, a factor of the dense columns' terms.
         outputs: T, the number of logits per row. Each output has its own weights; all layers of the MLP except
             the last are shared.
 

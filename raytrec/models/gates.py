@@ -20,7 +20,8 @@ class FinalMLP(nn.Module):
 
     Mao et al. 2023, arXiv:2304.00902. e is the concatenation of dense columns and embeddings. gateₛ =
     2 σ(MLP(features of the stream's gate)), so each stream emphasizes different features. A gate without features
-    reads a learned vector. o₁ and o₂ are each cut into equal parts, one per head; head h reads part h of both.
+    reads a learned vector; without `gating`, all weights are 1. o₁ and o₂ are each cut into equal
+    parts, one per head; head h reads part h of both.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.

@@ -33,10 +33,11 @@ class HstuRank(nn.Module):
         candidates  E_item(items) + c
 
     E_item and E_action are MLPs. E_item reads the vectors of an event in all sequences, or of a candidate in their
-    target features. p, p', s and c are learned vectors. p and p' depend on the number of more recent events, and s
-    on the time from the event to the request (without `request_time`, to the newest event), in 128 logarithmic
-    buckets. A token attends to itself and to earlier tokens, but not to other candidates. A candidate's score is thus
-    independent of the other candidates, and a request's other tokens are computed once for all of its candidates.
+    target features. p, p', s and c are learned vectors. p and p' depend on the number of more recent events, and s on
+    the time from the event to the request (without `request_time`, to the newest event), in 128 logarithmic buckets;
+    without `time`, s is omitted. A token attends to itself and to earlier tokens, but not to other candidates. A
+    candidate's score is thus independent of the other candidates, and a request's other tokens are computed once for
+    all of its candidates.
 
     Another MLP encodes all features and dense columns of the candidate as a vector. The towers read the
     elementwise product of this vector and the layer norm of the last layer's output for the candidate. With

@@ -55,10 +55,11 @@ class SequenceLookup:
         self._with_ids = tuple(with_ids)
 
     def __call__(self, embeddings: dict[str, torch.Tensor], batch: Batch) -> dict[str, Any]:
-        """Return feature → input of the model: a Sequence for each sequence, else the unchanged embeddings.
+        """Return feature → input of the model: a Sequence if the model reads it id by id, else the embeddings.
 
         Args:
-            embeddings: Output of PooledEmbeddings: feature → float32 [B, dim]; [B, L, dim] for sequences.
+            embeddings: Output of PooledEmbeddings: feature → float32 [B, dim]; [B, L, dim] for sequences read
+                id by id, [N, dim] for candidates.
             batch: Batch whose ids were looked up.
         """
         host_FB = None if batch.lengths is None else batch.lengths.view(len(self._keys), -1)

@@ -202,7 +202,7 @@ class Attention(nn.Module):
 
     @torch.compiler.disable
     def _read(self, projected_NE: torch.Tensor, packed: PackedSequences) -> torch.Tensor:
-        """Return the attention-weighted mean of the values for each item, from its projections [N, 3 · D], [N, D]."""
+        """Return the attention-weighted mean of the values for each item: projections [N, 3 · D] → [N, D]."""
         rate, read = self.rate if self.training else 0.0, []
         for group_bTE in packed.to_chronological(projected_NE):
             heads = group_bTE.unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # [3, b, H, T, D ÷ H]

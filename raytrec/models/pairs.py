@@ -30,8 +30,8 @@ class TwoTower(nn.Module):
     (https://doi.org/10.1145/3366424.3386195).
 
     Args:
-        schema: Schema with any columns and features; sequences are averaged.
-        config: Features and sizes of the towers.
+        schema: Schema with any columns and features; sequences except the negatives are averaged.
+        config: Features and sizes of the towers, negatives and loss settings.
         outputs: Number of logits per row.
         vectors: True to also return query and item vectors.
     """
@@ -62,8 +62,8 @@ class TwoTower(nn.Module):
     def query(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return query vectors from the query tower's features, float32 [B, tower_mlp[-1]].
 
-        With several outputs, the shape is [B, outputs, tower_mlp[-1]]. With `vectors`, the query vector for
-        losses that compare rows follows the vectors of the outputs.
+        With n > 1 query vectors, the shape is [B, n, tower_mlp[-1]]: one vector for each output and, with `vectors`,
+        then the vector for losses that compare rows.
         """
         return self._vectors("query", dense, pooled)
 
@@ -184,10 +184,10 @@ class MatrixFactorization(nn.Module):
 class NeuMF(nn.Module):
     """NeuMF: logit = wᵀ (p_user ⊙ p_item, MLP(m_user, m_item)) + b, which combines weighted products and an MLP.
 
-    He et al. 2017, arXiv:1708.05031. As in the paper, the products and the MLP use separate embeddings: the
-    first `gmf_dim` numbers of a feature's embedding are p, the remaining numbers are m. With `shared`, p and m
-    are both the full embedding. Logits are not dot products of two vectors, so retrieval cannot search an
-    index and must score every item.
+    He et al. 2017, arXiv:1708.05031. As in the paper, the products and the MLP use separate embeddings: the first
+    `gmf_dim` numbers of a feature's embedding are p, the remaining numbers are m; an empty part is omitted. With
+    `shared`, p and m are both the full embedding. Logits are not dot products of two vectors, so retrieval cannot
+    search an index and must score every item.
 
     Args:
         schema: Schema with a user and an item feature; other features are not read.

@@ -140,7 +140,7 @@ def build_recommender(
 
 
 def _find_request_features(model: ModelSection, schema: Schema) -> set[str]:
-    """Return the sparse features that the model encodes once per request; none if any column is a candidate's."""
+    """Return the sparse features encoded once per request; none for user-defined models, or if one is a candidate's."""
     members = set() if isinstance(model, PythonSection) else model.request_members(schema)
     return set() if schema.select_candidate_names(members) else members & {*schema.sparse}
 

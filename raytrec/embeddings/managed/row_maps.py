@@ -103,7 +103,7 @@ class RowMaps:
         return assign_fallback_rows(keys, first, rows)
 
     def train(self, step: int, ids: DistinctKeys) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-        """Count a global batch's ids, remove expired and evicted ids, and assign rows to new ids, on all ranks together.
+        """Count a global batch's ids, expire and evict ids, and assign rows to new ids. All ranks must call it.
 
         Args:
             step: Step of the run, from 0.

@@ -59,8 +59,8 @@ class Dropout(nn.Dropout):
     """nn.Dropout that takes a quarter of the time on CPU, where the rate is rounded to a multiple of 2⁻¹⁶.
 
     On CPU, PyTorch (2.13.0) draws a random number for each value, which takes longer than most layers. This
-    class draws 64 bits at a time and uses 16 bits for each value. Compiled code uses PyTorch's
-    implementation.
+    class draws 64 bits at a time and uses 16 bits for each value. Compiled code and rates that round
+    to 0 or 1 use PyTorch's implementation.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -205,7 +205,7 @@ class TokenLayout:
         return torch.cat([context_RCE.flatten(0, 1), events_NE])
 
     def group_candidates(self, candidates_NE: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the candidates of each group of requests, [b, M, E], padded with 0 to the most per request, M."""
+        """Return the candidates of each group of requests, [b, M, E], padded with 0 to M, the most of any request."""
         if self._places_N is not None:
             padded_NE = candidates_NE.new_zeros(self._shape[0] * self._most, candidates_NE.shape[1])
             candidates_NE = padded_NE.index_copy(0, self._places_N, candidates_NE)

@@ -19,8 +19,8 @@ class SampledLoss:
 
         softmax  −ln(eˢ ÷ (eˢ + Σₖ eˢᵏ)), 0 without negatives
         bce      −b · ln σ(s) − Σₖ ln(1 − σ(sₖ)), i.e. one example with label 1 and K with label 0 (He et al.
-                 2017), where b = 1 − t · (1 − K ÷ (items − 1)). With t = 1, s is the item's log-odds among all
-                 items (gBCE: Petrov and Macdonald 2023, arXiv:2308.07192, equations 10 and 21)
+                 2017), where b = 1 − t · (1 − min(1, K ÷ (items − 1))). With t = 1, s is the item's log-odds
+                 among all items (gBCE: Petrov and Macdonald 2023, arXiv:2308.07192, equations 10 and 21)
         bpr      mean over k of −ln σ(s − sₖ), 0 without negatives (Rendle et al. 2009, arXiv:1205.2618)
 
     Attributes:
