@@ -172,7 +172,7 @@ class Peers:
         return incoming.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
-        """Return a list of all ranks' values in rank order; they are pickled, which suits only small values."""
+        """Return a list of all ranks' values in rank order; the values are pickled, and should be small."""
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world

@@ -45,7 +45,7 @@ def validate_as(values: Any, kind: type[T]) -> T:
         kind: Dataclass, pydantic model, TypedDict or any other type that pydantic validates.
 
     Raises:
-        UnreadableError: The values do not match the type; the message names the first invalid key.
+        UnreadableError: The values do not match the type; the message names the first invalid key, if there is one.
     """
     try:
         return _adapter_of(kind).validate_python(values)
@@ -110,7 +110,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
     """Return the message in a line of a run folder's file; the inverse of Message.line().
 
     Fields that the line omits keep their defaults, and fields in the line are validated. In metrics, booleans become 0
-    or 1, and values that are not numbers become None.
+    or 1, and values that are not numbers become None, except the device, replicated and row_norm_counts of a table.
 
     Args:
         file: Name of the file. It determines the message class, except in metrics.jsonl and events.jsonl.
@@ -132,7 +132,13 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
 
 
 def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
-    """Return a line's message class, and the line's values without the key that names the class."""
+    """Return a line's message class, and the line's values without the key that names the class.
+
+    The values are unchanged if the class is Event or depends only on the file.
+
+    Raises:
+        KeyError: The key that names the class is missing.
+    """
     if file in CLASS_OF_FILE:
         return CLASS_OF_FILE[file], values
     tag = "event" if file == messages.EVENTS else "kind"
@@ -143,14 +149,14 @@ def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[M
 
 
 def _to_number(value: Any) -> float | None:
-    """Return a bool as 0 or 1, a number that `parse_number` accepts unchanged, and None for any other value."""
+    """Return 0 or 1 for a bool, a number unchanged if `parse_number` accepts it, and None for any other value."""
     if isinstance(value, bool):
         return int(value)
     return None if isnan(parse_number(value)) else value
 
 
 def _clean_table_figures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of a table's shards, with None for each value that does not have its metric's type."""
+    """Return the metrics of a table's shards, with None for invalid values and 0 for invalid counts."""
     figures: dict[str, Any] = {key: _to_number(value) for key, value in values.items()}
     if isinstance(device := values.get("device"), str):
         figures["device"] = device

@@ -167,7 +167,7 @@ def find_similar_word(word: str, known_words: list[str]) -> str | None:
 
 
 def format_suggestion(word: str, known_words: Iterable[str]) -> str:
-    """Return "; did you mean 'NAME'?" with the most similar known word, or "" if no known word is similar."""
+    """Return "; did you mean 'NAME'?" with the most similar known word, or "" if `find_similar_word` finds none."""
     near = find_similar_word(word, list(known_words))
     return f"; did you mean '{near}'?" if near else ""
 
@@ -228,8 +228,9 @@ def get_last_line(text: str, otherwise: str) -> str:
 def get_root_cause(error: BaseException) -> BaseException:
     """Return the RaytrecError inside wrappers such as Ray's errors, or `error` if the wrappers contain none.
 
-    Wrappers store the wrapped error in `cause` (Ray's RayTaskError), `worker_failures` (Ray's training errors),
-    `failures` (torch's CheckpointException), `__cause__` or `__context__`.
+    Of several, the one with the fewest wrappers is returned. Wrappers store the wrapped error in `cause` (Ray's
+    RayTaskError), `worker_failures` (Ray's training errors), `failures` (torch's CheckpointException), `__cause__` or
+    `__context__`.
     """
     visited: set[int] = set()
     queue = [error]

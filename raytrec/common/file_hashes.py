@@ -2,9 +2,9 @@
 
     python -I -S file_hashes.py FOLDER < JSON list of names
 
-The script prints a JSON mapping of these names, which are relative to FOLDER, to checksums (hex). It runs while
-processors are idle, leaves the page cache as it was, and ends with its parent. It imports only the standard library,
-so it starts quickly.
+The script prints a JSON mapping of these names, which are relative to FOLDER, to checksums (hex). It runs at
+the lowest CPU priority, leaves the page cache as it was, and ends with its parent. It imports only the standard
+library, so it starts quickly.
 """
 
 import ctypes
@@ -26,7 +26,8 @@ _LIBC = ctypes.CDLL(None)
 def hash_file(path: str) -> str:
     """Return the SHA-256 of a file in hex, and drop the pages that reading added to the page cache.
 
-    Otherwise, reading a large file would evict pages that other processes need.
+    Otherwise, reading a large file would evict pages that other processes need. No pages are dropped if this process
+    neither owns the file nor may write to it.
 
     Raises:
         OSError: The file cannot be read.

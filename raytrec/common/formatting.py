@@ -30,7 +30,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def null_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a mapping in which values that are NaN or infinite, which JSON cannot represent, are None."""
+    """Return a copy of a mapping whose top-level NaN and infinite values, which JSON cannot represent, are None."""
     return {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
 
 
@@ -69,7 +69,10 @@ def format_bytes(count: float) -> str:
 
 
 def format_figure(value: float) -> str:
-    """Format an integer exactly, and another finite number with about four digits: "1,234,567", "0.8104"; NaN → "–"."""
+    """Format a number: "1,234,567", "0.8104"; NaN → "–".
+
+    Integers below 1e15 are exact, other numbers from 1,000 are rounded to integers, and the rest have up to 4 digits.
+    """
     if isnan(value):
         return "–"
     if abs(value) < 1e15 and value == int(value):
@@ -95,7 +98,7 @@ def format_duration(seconds: float) -> str:
 
 
 def shorten_name(name: object, max_characters: int = 20) -> str:
-    """Shorten a name to `max_characters` by replacing its middle with "…"; unprintable characters become "?"."""
+    """Shorten a name to at most `max_characters`, with "…" for its middle; unprintable characters become "?"."""
     text = "".join(c if c.isprintable() else "?" for c in str(name))
     if len(text) <= max_characters:
         return text

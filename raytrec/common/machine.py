@@ -51,7 +51,7 @@ def get_smallest_gpu_memory() -> int | None:
     """Return the usable memory in bytes of the visible GPU with the least memory.
 
     As in torch's total_memory, memory reserved by the driver is excluded. The result is None without GPUs, if NVML
-    cannot read a GPU, or if a GPU is divided into MIG instances, of which programs may use any.
+    cannot read a GPU, or if a GPU is a MIG instance or is divided into MIG instances.
     """
     return min(_query_gpus(_read_usable_memory), default=None)
 
@@ -138,9 +138,9 @@ def check_fbgemm_support(kind: tuple[str, tuple[int, int]], host: str) -> Config
         return None
     return ConfigError(
         f"fbgemm-gpu {package} has no code for {gpu} (compute capability {'.'.join(map(str, capability))})",
-        where=f"scaling.device=cuda, {host}",
-        expected=f"a GPU with one of the compute capabilities {', '.join(f'{a}.{b}' for a, b in sorted(supported))}, "
-        "such as A100, A10G, L4, L40S, H100, H200 or B200",
+        where=host,
+        expected="an A100, A10G, L4, L40S, H100, H200, B200 or other GPU with one of the compute capabilities "
+        + ", ".join(f"{a}.{b}" for a, b in sorted(supported)),
         do="use a supported GPU (docs/gpu.md), or set scaling.device=cpu",
     )
 
@@ -250,11 +250,13 @@ def check_gpu(host: str) -> None:
         raise ConfigError(
             f"torch {torch.__version__} cannot use the GPU of {host}"
             + ("" if built else ": this build of torch is for CPUs"),
-            where="scaling.device=cuda",
+            where=host,
             expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
             if built
             else "the packages of requirements/cuda.txt on all machines with GPUs",
-            do="install or update the driver" if built else REINSTALL_ADVICE.format(device="cuda"),
+            do="run nvidia-smi on this host, and install or update the driver"
+            if built
+            else REINSTALL_ADVICE.format(device="cuda"),
         )
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
@@ -263,7 +265,7 @@ def check_gpu(host: str) -> None:
         if recovery := find_needed_recovery(f"cuda:{index}"):
             error = GpuFailedError(
                 f"GPU {index} of {host} has failed: its driver requires {recovery}",
-                where="scaling.device=cuda",
+                where=host,
                 expected="GPUs that need no recovery (nvidia-smi -q: GPU Recovery Action)",
                 do="recover the GPU or remove the node from the cluster, and start or resume the run",
             )
@@ -272,7 +274,7 @@ def check_gpu(host: str) -> None:
 
 
 def require_compiler(device: str) -> None:
-    """Raise a ConfigError if this machine lacks a compiler, Python's headers or Triton, which train.compile needs.
+    """Raise a ConfigError if this machine lacks a compiler, Python's headers or (for GPUs) Triton for train.compile.
 
     For CPUs, torch (2.13.0) compiles C++ extension modules. For GPUs, it compiles Triton kernels, whose launchers need
     a C compiler.

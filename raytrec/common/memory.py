@@ -38,8 +38,8 @@ _LIBC = ctypes.CDLL(None)
 def retain_freed_memory() -> bool:
     """Make glibc keep freed memory in this process, which helps if arrays of a few MiB are constantly allocated.
 
-    By default, glibc returns such arrays to the system immediately. A new array then causes a page fault for
-    each of its pages, which costs more than filling the page.
+    By default, glibc can return such arrays to the system as soon as they are freed. A new array then causes a page
+    fault for each of its pages, which costs more than filling the page.
 
     Returns:
         True if the settings were applied; False if the C library is not glibc, or rejects a setting.
@@ -150,7 +150,7 @@ def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_u
             multiples of the page size.
 
     Raises:
-        OSError: A file cannot be opened or mapped.
+        OSError: A file cannot be opened or mapped, or the addresses cannot be reserved.
     """
     size = sum(part_size for _, _, part_size in parts)
     address = _map_pages(None, size, PROT_NONE, mmap.MAP_ANONYMOUS)  # reserves the addresses

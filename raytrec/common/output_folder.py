@@ -31,6 +31,8 @@ def compute_binding(*parts: Any) -> str:
 class OutputFolder:
     """Folder on disk or in an object store, given by its path or URI. All methods may raise OSError.
 
+    The constructor raises a DataError if the path is not valid or the store cannot be reached.
+
     Attributes:
         partial: Name of the subfolder for incomplete files on disk.
     """
@@ -62,9 +64,9 @@ class OutputFolder:
     def stream(self, name: str, partial: str) -> Iterator[pa.NativeFile]:
         """Open a stream to a file that appears, or replaces an existing file, at the end of the block.
 
-        On disk, the file is written under another name and renamed at the end. If the block raises an error, the file
-        is removed. In an object store, an object appears when its stream is closed. After an error, Python closes the
-        stream when it frees the stream, so an incomplete object can appear.
+        On disk, the file is written under another name and renamed at the end. If the block raises an error, the
+        incomplete file is removed. In an object store, an object appears when its stream is closed. After an error,
+        Python closes the stream when it frees the stream, so an incomplete object can appear.
 
         Args:
             name: Path of the file, relative to the folder.
@@ -179,6 +181,6 @@ class ClaimedFolder(OutputFolder):
             raise self.make_refusal(f"cannot read {name}: {error}") from None
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
-        """Return the error for a folder to which the command must not write; `what` states its other content."""
+        """Return the error for a folder to which the command must not write; `what` states the reason."""
         expected = f"a new folder, or the folder of an earlier run of the same `{self._command}`"
         return ConfigError(what, where=f"--out {self.uri}", expected=expected, do=do)

@@ -87,9 +87,9 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text with PyYAML's safe types; return None for an empty text.
 
     Raises:
-        UnreadableError: The text is larger than `MAX_YAML_BYTES`, is not valid YAML, repeats a key, has an
-            anchor that contains itself, expands to more than `MAX_VALUES` values, or has more than
-            `MAX_DOCUMENT_DEPTH` levels of nesting.
+        UnreadableError: The text is larger than `MAX_YAML_BYTES`, is not UTF-8 or valid YAML, contains an invalid
+            date, number or tag, repeats a key, has an anchor that contains itself, expands to more than
+            `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
@@ -209,7 +209,7 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
     """Call a function that reads a file, and retry after each of RETRY_DELAYS_S if it raises an OSError.
 
     Reading is not retried if the file is missing or a folder, or if access is denied. For a local file, an
-    OSError without errno, by which pyarrow reports malformed content, is not retried either.
+    OSError without errno (pyarrow's error for malformed content) is not retried either.
 
     Args:
         uri: Path or URI of the file.

@@ -98,6 +98,8 @@ def hide_all(value: Any) -> Any:
     """Apply `hide` to all text in nested lists and mappings, and replace values of keys that denote a secret by ***.
 
     The keys directly in `tables`, `sparse`, `relations` and `custom` are chosen by the user, and denote no secret.
+    A number is replaced only if its key denotes a password or an access key, or if the number exceeds MAX_TOKEN_COUNT
+    and its key denotes a token.
 
     Example:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
@@ -237,7 +239,7 @@ def _redact_setting(match: re.Match) -> str:
 
 
 def _redact_field(match: re.Match) -> str:
-    """Redact "name: value", unless the value is a lower-case word and the name does not denote a password."""
+    """Redact "name: value" as a setting, unless the value is a lower-case word and the name denotes no password."""
     is_sentence = not PASSWORD_NAME.search(match[1]) and re.fullmatch(r"[a-z]+[.,;:]?", match[3])
     return match.group() if is_sentence else _redact_setting(match)
 
@@ -250,7 +252,7 @@ def _redact_option(match: re.Match) -> str:
 
 
 def _is_count(name: str, number: Any) -> bool:
-    """Return True if a setting's value is a count, as in token=5, rather than a secret number."""
+    """Return True unless a setting denotes a password or key, or is a token whose number exceeds MAX_TOKEN_COUNT."""
     if PASSWORD_NAME.search(name):
         return False
     is_token = name.lower().endswith("token") and isinstance(number, int | float)

@@ -96,7 +96,7 @@ class Registry(Generic[T]):
             folder: Folder that is added to sys.path if the module is not found; None: no folder.
 
         Raises:
-            ConfigError: There is no part with this name, or `module:name` does not exist.
+            ConfigError: There is no part with this name, or `module:name` cannot be imported (`find_code`).
             Exception: Any error raised by the module during import.
         """
         parts = self.parts

@@ -53,7 +53,7 @@ def open_filesystem(uri: str):
         raise DataError(
             f"cannot open the path: {error}",
             where=uri,
-            expected="a local path, or a URI in a reachable store, such as s3://bucket/folder or gs://bucket/folder",
+            expected="a local path, or a URI such as s3://bucket/folder or gs://bucket/folder in a reachable store",
         ) from None
     return filesystem, path.rstrip("/") or "/"
 
@@ -137,7 +137,7 @@ def make_absolute(uri: str, root: str | None = None) -> str:
             f"'{uri}' is a relative path, but this job's working directory is a copy of the submitted files",
             where=os.getcwd(),
             expected="an absolute path, or a path relative to a folder that all nodes of the cluster share",
-            do=f"set run.root=FOLDER, set {ROOT} on the nodes of the cluster, or use an absolute path",
+            do=f"use an absolute path, or set {ROOT} on the nodes of the cluster, or run.root in a run's configuration",
         )
     return os.path.abspath(os.path.join(os.path.expanduser(root or ""), place))
 
@@ -193,7 +193,8 @@ def find_train_folder(uri: str) -> str:
 def find_sibling_parts(uri: str) -> dict[str, str]:
     """Return name → path or URI of the validation and test data next to a folder train/ or a file train.*.
 
-    The names are valid, val, validation, test and eval; names without a file or folder are omitted.
+    The names are valid, val, validation, test and eval; names without a file or folder are omitted. The result is empty
+    for other paths.
     """
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":
