@@ -171,6 +171,7 @@ def begin_or_resume(
 
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
+        RunError, SchemaError: See `begin`.
     """
     on_load = partial(context.enter_phase, "restoring a checkpoint", "restore")
     restored = restore(context.task.checkpoint, state, step.maps, find_progress_problem, on_load)
@@ -198,7 +199,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
             biases. Ignored if the model has no such layer, or if the layer has no bias.
 
     Raises:
-        RunError: The checkpoint of warm_start.from cannot be read, or contains NaN or infinity.
+        RunError: The checkpoint of warm_start.from cannot be read, does not match the model, or is not finite.
         SchemaError: A table differs from the checkpoint, and warm_start.tables does not allow the change.
     """
     fill_tables(step.model, config.run.seed)
@@ -228,7 +229,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
         raise RunError(
             f"the checkpoint of the warm start contains NaN or infinity: {nonfinite}",
             where=f"warm_start.from={config.warm_start.from_}",
-            expected="finite weights and optimizer state",
+            expected=f"finite weights{' and optimizer state' * config.warm_start.optimizer}",
             do="use an earlier checkpoint"
             + (", or set warm_start.optimizer=false if all weights are finite" if config.warm_start.optimizer else ""),
         )
@@ -243,6 +244,9 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     Args:
         context: Context of the rank; context.task.checkpoint is the folder of the checkpoint.
         objective: Class that turns the model's logits into losses and outputs; see `build_step`.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read, or does not match the model.
     """
     task = context.task
     context.enter_phase("loading the checkpoint", "restore")
@@ -252,5 +256,7 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     state = LogicalState(step.model, step.optimizer, with_optimizer=False)
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
     if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
-        context.report(messages.Warn(text=f"metrics are invalid: the checkpoint contains NaN or infinity: {nonfinite}"))
+        results = "metrics" if objective is Objective else "predictions"
+        text = f"{results} are invalid: the checkpoint contains NaN or infinity: {nonfinite}"
+        context.report(messages.Warn(text=text))
     return step

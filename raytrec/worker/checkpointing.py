@@ -101,7 +101,11 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Execute a command. If ids of later batches have already been mapped to rows, train on these batches first."""
+        """Execute a command; at multiples of checkpoint.every_steps, save instead of GO or DELTA.
+
+        If ids of later batches have already been mapped to rows, the pipeline trains on these batches first. After the
+        last step of the run, RESTART and STOP are ignored.
+        """
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command < Command.SAVE and every and step % every == 0:
             command = Command.SAVE
@@ -201,7 +205,7 @@ class CheckpointManager:
             again: True to save even if a checkpoint of this step exists, or its save has failed.
 
         Raises:
-            RunError: The state is not finite and checks.finite is set to stop, or a loss was not finite.
+            RunError: See `save`.
         """
         self._context.enter_phase("saving the checkpoint", "save")
         saved = self.save(wait=True, again=again, last=True)
@@ -233,7 +237,7 @@ class CheckpointManager:
         ).parts
 
     def _collect_save(self) -> Saved | None:
-        """Wait for the last save, and report and return its outcome; None if it has already been collected.
+        """Wait for the last save, and report and return its outcome; None if no save was started since the last call.
 
         Nothing is reported to Ray Train. Ray Train would write a record to the same storage, and end the run if the
         storage is full (ray 2.60.0, CheckpointManager). raytrec does not use Ray Train's checkpoints.

@@ -57,7 +57,9 @@ class StepConsensus:
         self._pending: deque[_PendingDecision] = deque()
 
     def exchange(self, command: Command, loss_status: LossStatus, busy: bool) -> Decision | None:
-        """Start this step's decision, and return the decision of `lag` steps ago; None if there is none yet.
+        """Start this step's decision, and return the decision of `lag` steps ago.
+
+        The result is None in the first `lag` calls, and in the first `lag` calls after `finish` or `agree`.
 
         Args:
             command: Command that this rank has received.
@@ -71,7 +73,7 @@ class StepConsensus:
         return self._pending.popleft().decision() if len(self._pending) > self.lag else None
 
     def finish(self) -> Decision | None:
-        """Wait for the decision of the last step and return it; None if it has already been returned.
+        """Wait for the decision of the last step and return it; None if no decision is pending.
 
         Decisions of earlier steps that are still pending are discarded.
         """

@@ -39,7 +39,7 @@ def evaluate(
     """Return metrics and curves for all rows of the stream's dataset.
 
     This is a collective operation: every rank must call it. If the metrics of a task cannot be computed from sums, its
-    rows are kept in host memory, up to eval.max_exact_rows. All ranks sort or group these rows together
+    rows are kept in host memory, at most eval.max_exact_rows on each rank. All ranks sort or group these rows together
     (metrics/evaluation.py).
 
     Args:
@@ -149,7 +149,7 @@ def evaluate_shrunk(
     This is a collective operation: every rank must call it. The deep part is the MLP of a model that also sums a weight
     per id (models/first_order.py). The MLP's last weights, `shrunk`, are multiplied by each of SHRINK_FACTORS and then
     restored. Factors are compared by the default metric of early stopping (ne with binary cross-entropy). Ties are
-    resolved in favor of the largest factor.
+    resolved in favor of the largest factor. If the metric is undefined, the factor is 1.
 
     Args:
         step: Step with the trained model.

@@ -182,14 +182,16 @@ class RecentBatches(Iterator[Batch]):
 def make_loss_error(
     batch: Batch | None, schema: Schema, folder: str, step: int, rank: int, sequences: Collection[str]
 ) -> RunError:
-    """Write the batch of a step whose loss is not finite (see `dump`), and return an error that names its folder.
+    """Write this rank's part of the batch of a step whose loss is not finite (see `dump`), and return the error.
 
-    If `batch` is None, the batch is no longer in memory and nothing is written. `step` is counted from 1.
+    The error names the folder, or states why nothing was written. If `batch` is None, the batch is no longer in
+    memory. `step` is counted from 1.
     """
-    batch_text = f"its batch is in {folder}/{NAN_FOLDER}" if batch else "its batch is no longer in memory"
+    batch_text, inspect = "its batch is no longer in memory", ""
     try:
         if batch is not None:
             dump(batch, schema, folder, step, rank, sequences)
+            batch_text, inspect = f"its batch is in {folder}/{NAN_FOLDER}", "inspect the batch; "
     except Exception as error:  # must not hide that the loss is not finite
         reason = getattr(error, "strerror", None) or get_first_line(error)
         batch_text = f"its batch could not be written to {folder}/{NAN_FOLDER}: {reason}"
@@ -197,13 +199,13 @@ def make_loss_error(
         "the loss is not a finite number",
         where=f"step {step}; {batch_text}",
         expected="a finite loss",
-        do="inspect the batch; lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about "
-        "±10; or set train.on_nan=skip",
+        do=f"{inspect}lower optim.dense.lr or optim.embeddings.lr; scale dense columns to about ±10; or set "
+        "train.on_nan=skip",
     )
 
 
 def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest: int | None) -> NonfiniteStateError:
-    """Return a copy of the error with advice on how to continue from the newest checkpoint, which is finite.
+    """Return a copy of the error with advice to continue from the newest checkpoint, which is finite, or to restart.
 
     Args:
         error: Error of the save.
@@ -212,13 +214,13 @@ def add_advice(error: NonfiniteStateError, config: RunConfig, root: str, newest:
         newest: Step of the newest checkpoint; None if there is none.
     """
     lower = f"optim.embeddings.lr={config.optim.embeddings.lr / 10:g} optim.dense.lr={config.optim.dense.lr / 10:g}"
+    clipping = "a lower train.max_grad_norm" if config.train.max_grad_norm else "train.max_grad_norm set"
     if newest is None:
-        do = f"restart with lower learning rates ({lower}) or stronger clipping (a lower train.max_grad_norm)"
+        do = f"restart with lower learning rates ({lower}) or with {clipping}"
     else:
         do = (
-            "start a new run from the last checkpoint, which is finite, with lower learning rates or stronger clipping "
-            f"(train.max_grad_norm): raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} "
-            f"{lower}"
+            f"start a new run from the last checkpoint, which is finite, with {clipping} or lower learning rates: "
+            f"raytrec train --warm-start {quote_for_shell(get_step_folder(root, newest))} {lower}"
         )
     return NonfiniteStateError(**error.parts | {"do": do})
 

@@ -46,9 +46,10 @@ class Observer:
 
 
 class RankRecorder(Observer):
-    """Observer that reports a RankLine every tracking.every_steps steps, and at each step at which training may end.
+    """Observer that reports a RankLine every tracking.every_steps steps and at the last step.
 
-    The line contains the time spent in each phase, the machine's load, and statistics of this rank's shards
+    With early stopping, a line is also reported at multiples of train.eval_every_steps, where training may end. A line
+    contains the time spent in each phase, the machine's load, and statistics of this rank's shards
     (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.
     """
 
@@ -104,8 +105,8 @@ class RankRecorder(Observer):
 class CheckRunner(Observer):
     """Observer that runs the live checks, which are collectives.
 
-    The checks run at the start, every checks.every_steps steps and before checkpoints. `begin`, `after_step`
-    and `before_save` raise a RunError if a check that is set to stop has failed.
+    The checks run at the start, in the first step, every checks.every_steps steps and, with checks.at_checkpoints,
+    before checkpoints. `begin`, `after_step` and `before_save` raise a RunError if a check that is set to stop failed.
     """
 
     def __init__(self, run: RankRun, checks: LiveChecks):
@@ -225,7 +226,8 @@ class StepProfiler(Observer):
             context.report_from_any_rank(messages.Warn(text=text))
         else:
             last = self._progress.step
-            details = {"step": last, "reason": f"steps {self._first} to {last}; see {self._folder}"}
+            steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
+            details = {"step": last, "reason": f"{steps}; see {self._folder}"}
             context.report(messages.Event(event=messages.PROFILED, details=details))
         self._profile = None
 

@@ -31,9 +31,9 @@ MAX_COMPILE_PROCESSES = 32  # torch's limit
 def prepare_process(train: TrainSection, has_managed_ids: bool = False) -> None:
     """Configure torch, cuBLAS and NCCL in this process.
 
-    torch's profiling records are disabled while no profiler runs, and the number of its compile processes is limited.
-    Call before the first collective on a GPU, because cuBLAS and NCCL read environment variables at initialization.
-    Variables that are already set in the environment are kept.
+    torch's profiling records are disabled while no profiler runs. With train.compile, the number of torch's compile
+    processes is limited. Call before the first matrix product or collective on a GPU, because cuBLAS and NCCL read
+    environment variables at initialization. Variables that are already set in the environment are kept.
 
     Args:
         train: Configuration section with `compile` and `deterministic`.
@@ -55,7 +55,7 @@ def freeze_gc() -> None:
     A rank has half a million objects: modules, the model and the plan. Python collects the oldest generation
     only after it has grown by a quarter. Each epoch leaves reference cycles (Ray Data's executor, with its
     operators and statistics). Without this call, these cycles would live for about a hundred epochs, and each
-    collection would take half a second.
+    collection would take half a second (CPython 3.11).
     """
     import ray.data  # noqa: F401  (the first epoch would import it after the freeze)
 
@@ -107,7 +107,7 @@ class SystemMonitor:
             self._gpu.close()
 
     def _measure_network(self) -> tuple[float, float] | None:
-        """Return the bytes per second sent and received since the last call; None at the first call."""
+        """Return the bytes per second sent and received since the last call; None at the first call or after 0 s."""
         counters = [c for name, c in psutil.net_io_counters(pernic=True).items() if name not in ("lo", "lo0")]
         now = (monotonic(), sum(c.bytes_sent for c in counters), sum(c.bytes_recv for c in counters))
         previous, self._previous = self._previous, now
@@ -163,12 +163,12 @@ def _read_or_none(read: Callable[[], Any]) -> Any:
 def numerics(train: TrainSection, device: torch.device) -> Iterator[None]:
     """Set torch's process-wide numerical switches (TF32, determinism) for a block, and restore them afterwards.
 
-    Checks, metrics and other code in this process thus compute entirely in float32. (bf16 is not such a
+    Other code in this process, such as checks and metrics, thus keeps the process's settings. (bf16 is not such a
     switch: models.recommender.ModelCall applies it to the dense model.)
 
     Args:
         train: Configuration section with `matmul` and `deterministic`.
-        device: Device of the rank; TF32 is a format of NVIDIA's tensor cores and changes nothing on CPU.
+        device: Device of the rank; on CPU, only the switches of `deterministic` are set.
     """
     is_tf32 = train.matmul == "tf32"
     with ExitStack() as stack:

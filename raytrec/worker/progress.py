@@ -36,8 +36,9 @@ class Progress:
         window: Sums for the metrics of the current window, the steps since the last report (train.log_every_steps).
         clock: Stopwatch that measures the training time and counts the rows processed in it.
         reported: Metrics of the most recent window whose sums have been read.
-        evaluation: Step and metrics of the last evaluation during training (train.eval_every_steps).
-        early_stopping: "best" value of the metric so far, its "step", and the number of evaluations "since" that step.
+        evaluation: "step" and metrics of the last evaluation during training (train.eval_every_steps); {} if none.
+        early_stopping: "best" value of the metric so far and its "step", both missing if there is none, and the number
+            of evaluations "since" then; {} without early stopping, and before the first evaluation.
         deep_share: Factor by which the deep part was scaled at the end, chosen on held-out rows
             (worker.evaluate.evaluate_shrunk); None if the deep part was not scaled.
     """
@@ -62,7 +63,7 @@ class Progress:
 
     @property
     def last_evaluation(self) -> dict[str, Any] | None:
-        """Return the evaluation of the current step, with NaN replaced by None; None if not evaluated."""
+        """Return the evaluation of the current step, with NaN and infinity replaced by None; None if not evaluated."""
         return null_nonfinite(self.evaluation) if self.evaluated else None
 
     def count(self, rows: int, outputs: StepOutputs) -> None:
@@ -73,7 +74,7 @@ class Progress:
         self.clock.step(rows)
 
     def result(self) -> dict[str, Any]:
-        """Return the counts and the speed of training by name, for result.json."""
+        """Return the counts, the speed and, if it was chosen, the deep share of training by name, for result.json."""
         return {
             "train.rows": self.trained,
             "train.skipped_rows": self.rows - self.trained,
@@ -83,7 +84,7 @@ class Progress:
         } | ({} if self.deep_share is None else {"train.deep_share": self.deep_share})
 
     def record(self) -> dict[str, Any]:
-        """Return the attributes of this object by name, as JSON values for a checkpoint (see `resume`).
+        """Return the counts and all other values that `resume` restores by name, as JSON values for a checkpoint.
 
         This is a collective operation: every rank must call it.
         """

@@ -83,8 +83,8 @@ def listen_on_own_address(address: str = "") -> None:
     """Make gloo, NCCL and the TCPStore of this process listen only on the node's address.
 
     If no interface of this machine has the address (because of address translation), the libraries choose an
-    address themselves. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment or in NCCL's own files
-    take precedence.
+    address themselves. GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in the environment, and the latter in NCCL's own
+    files, take precedence.
 
     Args:
         address: Address of the node; default: the node's address in Ray.
@@ -121,9 +121,9 @@ def prepare_gpu() -> None:
 def enable_expandable_segments() -> None:
     """Make torch's GPU memory allocator extend its segments instead of adding new segments.
 
-    The number of ids differs between batches and streams. Without this setting, memory between segments would be
-    lost, which plans do not account for. Call before the allocator is initialized. A setting in the environment
-    takes precedence.
+    The number of ids, and thus the size of allocations, differs between batches. Without this setting, some memory in
+    segments would remain unused, which plans do not account for. Call before the allocator is initialized. A setting
+    in the environment takes precedence.
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -53,8 +53,8 @@ class Statistics:
         schema: Schema of the data.
         tables: Tables as returned by embeddings.tables.tables(model, optimizer).
         taps: Taps on the same model.
-        of_ids: Function that returns statistics of managed ids, such as ManagedBatches.collect_figures; every rank
-            must call it.
+        of_ids: Function that returns statistics of managed ids, such as ManagedBatches.collect_figures, a collective
+            operation; default: no such statistics.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Statistics:
             lookup.kernel.register_forward_hook(self._before_update(lookup))
 
     def add(self, changed: torch.Tensor | None) -> None:
-        """Add a batch's counts (Batch.changed), int64 [2, features]: ids clamped or hashed into range, and all ids."""
+        """Add a batch's counts (Batch.changed), if any, int64 [2, features]: ids clamped or hashed, and all ids."""
         if changed is not None:
             self._changed += changed
 
@@ -86,8 +86,10 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each table since the last call, and discard the records of the probed step.
 
+        If `of_ids` is a collective operation, every rank must call this method.
+
         Returns:
-            Table → name of a statistic (docs/monitoring.md) → number, text, list of counts, or None if undefined.
+            Table → name of a statistic (docs/monitoring.md) → number, bool, text, list of counts; None if undefined.
         """
         (lookups, hits), ids = self._count_lookups(), self._of_ids()
         self._parts = {id(lookup): lookup.gradients() for lookup in self._taps.lookups}
@@ -145,7 +147,10 @@ class Statistics:
         return figures
 
     def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Return the statistics of a shard (norms, share of unused rows) that are computed from a sample of rows."""
+        """Return the norms of a sample of a shard's rows and, if known, the shares of unused rows and of collisions.
+
+        For a shard without rows, only max_abs, 0, is returned.
+        """
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}
@@ -174,10 +179,10 @@ class Statistics:
         return figures
 
     def _compute_gradient_norm(self, table: Table, probed: ProbedRows) -> torch.Tensor | None:
-        """Return the gradient norm of the table's shard in the probed step; None if not available.
+        """Return the gradient norm of the table's shard in the probed step, estimated from the sampled rows.
 
-        The gradient comes from the lookup's backward; for a data-parallel table, it is the gradient over all
-        ranks.
+        For a data-parallel table, the result is the norm of the gradient of all rows, averaged over ranks. The result
+        is None if the gradient is not available.
         """
         if probed.lookup.replicated:
             gradient = None if table.parameter is None else table.parameter.grad
@@ -244,7 +249,7 @@ def _estimate_norm(rows: torch.Tensor, probed: ProbedRows) -> torch.Tensor:
 def _count_norms(norms: torch.Tensor) -> torch.Tensor:
     """Return the number of norms in each bin of NORM_EDGES, int64 [bins]; outliers are in the end bins.
 
-    torch.histc is not used, because torch.use_deterministic_algorithms rejects it on CPU.
+    torch.histc is not used, because it is not deterministic on GPUs.
     """
     low, high, bins = NORM_EDGES
     values = norms.clamp_min(1e-30).log10().clamp(low, high)

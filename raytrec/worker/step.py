@@ -94,11 +94,12 @@ class Head(nn.Module):
 class Step:
     """Model with its optimizer and TorchRec's train pipeline, which runs every step and every evaluation.
 
-    The pipeline rewrites the model, so every forward pass must go through the pipeline. It fetches batches up to two
-    steps ahead. Batches are therefore passed in segments, and the pipeline is empty after each segment.
+    The pipeline rewrites the model, so every forward pass must go through the pipeline. The pipeline fetches batches
+    up to two steps ahead. Batches are therefore passed in segments, and the pipeline is empty after each segment.
     Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of a segment, the
-    model can be saved: only the exchange of the next ids has begun, which does not depend on weights. Maps of managed
-    ids are then ahead of the tables (`is_map_ahead`), and the pipeline must be drained before a save.
+    model can be saved: only the exchange of the next ids and, with `prefetch`, the fetch of their rows have begun,
+    which change no weights. If maps of managed ids are then ahead of the tables (`is_map_ahead`), the pipeline must be
+    drained before a save.
 
     Args:
         model: Sharded model.
@@ -116,8 +117,8 @@ class Step:
             number, and dropout depends on this number, the seed and the rank. A restored run thus continues exactly.
         drain_every: Number of steps between drains of the pipeline (only with managed ids); None: no regular drains.
         phases: Training time by phase; measured if tracking.every_steps is set.
-        flops: Floating-point operations of this rank's matrix products in the second step of this process; None
-            until then, and if `counts_flops` is False.
+        flops: Floating-point operations of this rank's matrix products in the second step of the first call of
+            `train` that has two steps; None until then, and if `counts_flops` is False.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class Step:
         self._draining = True
 
     def _assign_rows(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield batches with managed ids replaced by table rows; the first batch belongs to the next step."""
+        """Yield the next steps' batches up to the next drain, with managed ids replaced by table rows."""
         self._draining = False
         for step, batch in enumerate(batches, self.trained):
             with self.phases.phase("input_exchange"):

@@ -64,7 +64,7 @@ class PhaseTimer:
         self._running = False
 
     def take(self) -> dict[str, float]:
-        """Return the seconds spent in each phase since the last call."""
+        """Return the seconds spent in each phase since the last call; on CUDA, wait for the work queued in them."""
         if self._running:
             self._switch(self.current)
         self._add_intervals(wait=True)
@@ -152,7 +152,7 @@ def time_lookups(kernels: Iterable[nn.Module], phases: PhaseTimer) -> None:
     """Register hooks that count the time of the kernels' lookups and of their backward pass as the phase "tables".
 
     Args:
-        kernels: Modules that map features to pooled embeddings; see compat.torchrec_.iterate_sharded_kernels.
+        kernels: Modules that look up embeddings; see compat.torchrec_.iterate_sharded_kernels.
         phases: Timer to which the time is added.
     """
     for kernel in kernels:
@@ -246,7 +246,7 @@ class Stopwatch:
         self._last = perf_counter()
 
     def pause(self, device: Any) -> None:
-        """Wait for a GPU's current stream, and add the time since the last step. Nothing is done on CPU."""
+        """Wait for a GPU's current stream, and add the time since the last step; do nothing on CPU or before a step."""
         if device.type == "cuda" and self._begun:
             torch.cuda.current_stream(device).synchronize()
             self.seconds += perf_counter() - self._last

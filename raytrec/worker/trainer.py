@@ -81,7 +81,8 @@ class Trainer:
 
         Raises:
             messages.Restart: The coordinator requests another worker group; raised after a last save.
-            RunError: A loss or the saved state was not finite, or a live check that is set to stop has failed.
+            RunError: A loss or the saved state was not finite, a live check that is set to stop has failed, or an
+                evaluation did not read each row once.
         """
         context, progress = self._context, self._progress
         try:
