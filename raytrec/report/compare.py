@@ -25,9 +25,11 @@ class Comparison:
     Attributes:
         runs: Runs in the order of the command line.
         names: Name of each run; the path is appended to names that several runs share.
-        results: Key in result.json → one text per run; texts of later runs include the difference from the first run.
+        results: Key in result.json → one text per run, "–" if missing; texts of later runs include the difference from
+            the first run if both values are numbers.
         titles: Key in result.json → title for users.
-        config: section.key → one text per run with the key's value; contains only keys whose values differ.
+        config: section.key → one text per run with the key's value; contains only keys whose values differ, without
+            IGNORED_KEY_PREFIXES.
     """
 
     runs: list[RunFolder]
@@ -112,7 +114,7 @@ def _names(runs: list[RunFolder]) -> list[str]:
 
 
 def _format_result(key: str, row: Row, run: RunFolder, first: RunFolder) -> str:
-    """Return a result of a run as text, "–" if it is missing; append the difference from the first run's number."""
+    """Return a result as text, "–" if it is missing; append the difference from the first run if both are numbers."""
     if key not in run.result:
         return "–"
     text = as_text(run.result[key], row.form)

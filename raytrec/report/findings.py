@@ -1,4 +1,4 @@
-"""Findings about a run, which a report shows first, and the part that takes most of the run's time.
+"""Findings, which a report of a run shows first, and the part of the run that takes the most time.
 
 The functions find_straggler, find_low_utilization and find_hot_rank take one line of ranks.jsonl per rank: either all
 lines of one step, or each rank's lines summed over steps. They return a sentence, which training also shows, or None.
@@ -103,7 +103,9 @@ def _get_last_value(run: RunFolder, key: str) -> float:
 def find_poor_fit(run: RunFolder) -> list[str]:
     """Return a sentence for each NE that is above 1, or above OVERFIT_NE_RATIO × the NE in training.
 
-    NE is the normalized entropy: log loss ÷ the log loss of predicting the label's mean for every row.
+    NE is the normalized entropy: log loss ÷ the log loss of predicting the label's mean for every row. The last
+    evaluation is compared with the mean of the last OVERFIT_WINDOWS intervals of training, but not if
+    train.early_stopping.restore_best is set.
     """
     texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))

@@ -131,11 +131,11 @@ class BackgroundRenderer:
             self._thread.start()
 
     def confirm(self) -> None:
-        """Record whether the files have not changed since `begin`; to be called before result.json is written."""
+        """Record whether the files have kept their sizes since `begin`; to be called before result.json is written."""
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """Write the report as `build` does; redraw the plots unless `confirm` has found the files unchanged."""
+        """Write the report as `build` does; redraw the plots if drawing failed, or unless `confirm` found no change."""
         if self._thread.ident is not None:
             self._thread.join()
         run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
@@ -181,7 +181,7 @@ def write_page(path: Path, template: str, **values: Any) -> Path:
     Args:
         path: File to write.
         template: File name of the template.
-        values: Variables of the template. Texts are escaped (except plots, by matplotlib), and their secrets hidden.
+        values: Variables of the template. Texts are escaped and their secrets hidden, except in rendered plots.
 
     Raises:
         RunError: The file cannot be written.

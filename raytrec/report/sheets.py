@@ -39,7 +39,7 @@ def bounds(run: RunFolder) -> DataTable:
 
 
 def ranks(run: RunFolder) -> DataTable | None:
-    """Return a table with a row for each rank of the last worker group; None if ranks.jsonl has no lines."""
+    """Return a table with a row for each recorded rank of the last worker group; None if ranks.jsonl has no lines."""
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None
@@ -170,7 +170,7 @@ def events(run: RunFolder) -> DataTable | None:
 
 
 def saves(run: RunFolder) -> str:
-    """Return a sentence with the number of saved checkpoints, the last step, and the mean time that training waited."""
+    """Return a sentence with the number of saves, the last step and training's mean wait, or that there is no save."""
     good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."

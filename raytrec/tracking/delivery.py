@@ -113,7 +113,7 @@ class Delivery:
         missing = [format_count(records, "record")] if records else []
         missing += [] if self._ended else ["the end of the run"]
         why = self._why or self._why_rejected or self._feed.why
-        return f"MLflow lacks {' and '.join(missing)} ({why})" if missing else None
+        return f"MLflow lacks {' and '.join(missing)}" + (f" ({why})" if why else "") if missing else None
 
     def _attempt(self, call: Callable[..., None], *arguments: Any) -> bool:
         """Call the store. Return False if the store permanently rejected the call; re-raise transient errors."""
@@ -218,7 +218,7 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split parameters or tags into one mapping per MLflow call, without secrets, truncated to `length` characters."""
+    """Split parameters or tags into one mapping per call; hide secrets in values, and cut values to `length`."""
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]
 

@@ -72,7 +72,7 @@ class StepBuffer:
 
 
 class IntervalBuffer:
-    """Buffer of a run's lines of ranks.jsonl, without lines of steps that were trained again.
+    """Buffer of a run's lines of ranks.jsonl; if a step is trained again, its new lines replace the earlier lines.
 
     If there are more than MAX_INTERVALS intervals, neighboring intervals are summed.
     """

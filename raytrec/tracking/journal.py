@@ -58,7 +58,7 @@ class Journal:
             self._bytes -= len(data)
         if self._trouble:
             self._trouble = ""
-            lost = f", except for the oldest {format_count(self._lost, 'record')}" if self._lost else ""
+            lost = f" (lost so far: {format_count(self._lost, 'record')})" if self._lost else ""
             self._notify(f"the run folder is writable again; all pending records were written{lost}")
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
@@ -111,7 +111,7 @@ def append_to(path: Path, data: bytes) -> None:
     """Append data to a file, either completely or not at all; create the file if it does not exist.
 
     Raises:
-        OSError: The data cannot be written; the content of the file is unchanged.
+        OSError: The data cannot be written; the content of the file is unchanged, unless truncating also fails.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:

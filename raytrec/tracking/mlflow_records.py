@@ -2,7 +2,7 @@
 
 Byte offsets of delivered lines are stored in mlflow.json in the run folder. The file is replaced after every write to
 the store. If a driver dies between the two writes, the next driver sends the same records again. This is harmless: the
-time of a metric is the time of its line, and a store keeps one metric per name, step, time and value.
+time of a metric is the time of its line, and MLflow's databases keep one metric per name, step, time and value.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
 
 
 def system_metrics(rank: int, sample: Mapping[str, float | None]) -> dict[str, float]:
-    """Convert a sample of `SystemMonitor` to MLflow metrics system/rank_R/NAME; None values are omitted.
+    """Convert the MLFLOW_NAMES in a sample of `SystemMonitor` to metrics system/rank_R/NAME; omit None values.
 
     Example:
         >>> system_metrics(1, {"cpu_percent": 98.0, "gpu_percent": None})
@@ -136,7 +136,7 @@ class DeliveryState:
     """State of a delivery, stored in the run folder: which lines have been written to the MLflow store.
 
     Attributes:
-        key: Value of a tag of the MLflow run, by which the run is found if the store created it without responding.
+        key: Value of a tag, by which the MLflow run is found if the store created the run without responding.
         run_id: Id of the MLflow run; None until the run has been created.
         params: True if the parameters have been written.
         offsets: File → byte offset up to which lines have been delivered.
@@ -159,7 +159,7 @@ class DeliveryState:
 
 
 class Batch(NamedTuple):
-    """Records for one call to the store, and file → byte offset up to which its lines are covered by the records."""
+    """Records that are delivered together, and file → byte offset up to which its lines are covered by the records."""
 
     records: list[Record]
     offsets: dict[str, int]
@@ -171,7 +171,8 @@ class RecordReader:
     Attributes:
         folder: Run folder.
         delivered: State of the delivery.
-        dropped: Number of dropped lines, which were not valid.
+        dropped: Number of lines that were dropped because they are JSON but not messages of their file; lines that
+            are not JSON are skipped without being counted.
         why: Reason why the last dropped line was not valid; "" without dropped lines.
     """
 
@@ -192,7 +193,10 @@ class RecordReader:
         self.delivered.write(self.folder)
 
     def next_batch(self) -> Batch | None:
-        """Return a batch of about MAX_METRICS_PER_CALL metrics, the same until `mark_batch_written`; None at end."""
+        """Return a batch of up to about MAX_METRICS_PER_CALL metrics, or None without new lines.
+
+        The result is the same until `mark_batch_written` is called.
+        """
         self._batch = self._batch or self._read_batch()
         return self._batch
 
@@ -231,7 +235,7 @@ class RecordReader:
         return Batch(records, offsets)
 
     def _parse_record(self, file: str, line: Line) -> Record | None:
-        """Return the metrics of a line; None without metrics, or while lines of other ranks of the step are missing."""
+        """Return the metrics of a line; None if it has none, is invalid, or waits for other ranks' lines."""
         try:
             message = decode(file, line.data)
         except ValueError as error:

@@ -84,7 +84,7 @@ def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[s
 
 
 def message(kind: str, values: Mapping[str, Any]) -> str:
-    """Return a message of a kind (see KINDS) as one line of JSON; values that are not finite become null."""
+    """Return a message of a kind (see KINDS) as one line of JSON; top-level numbers that are not finite become null."""
     return json.dumps({"raytrec": kind, **null_nonfinite(values)})
 
 

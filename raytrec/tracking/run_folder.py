@@ -116,7 +116,7 @@ class RunFolder(History):
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
-        """Return a RunFolder with everything that the folder currently contains."""
+        """Return a RunFolder with everything that the folder currently contains; raise OSError as `read_new` does."""
         run = cls(path)
         run.read_new()
         return run
@@ -215,13 +215,13 @@ def check_run_folder(place: str | Path) -> Path:
         raise RunError(
             "this path is not a folder" if folder.exists() else "the run folder does not exist",
             where=str(place),
-            expected="the path of a run folder (run.dir), which `raytrec train` prints",
+            expected="the path of a run folder, as printed by `raytrec train`",
         )
     if not any((folder / name).is_file() for name in files):
         raise RunError(
             "the folder contains no files of a run",
             where=str(place),
-            expected=f"one of {', '.join(files)}",
+            expected=f"a folder with {', '.join(files[:-1])} or {files[-1]}",
             do="pass the run folder itself, not its parent",
         )
     return folder

@@ -37,7 +37,7 @@ class Store:
         folder: Run folder. Artifacts of a new experiment in an sqlite store are stored next to the store if the run
             folder is below the store's folder, else next to the run folder. (Folders of a search's trials are nested
             more deeply than other run folders.)
-        key: Value of a tag, by which the run is found if the store created it without responding.
+        key: Value of a tag, by which the run is found if the store created the run without responding.
         previous_run_id: Id of a run to continue, or None; if it does not exist in the store, a new run is created.
 
     Attributes:
@@ -61,12 +61,13 @@ class Store:
 
         Raises:
             ConfigError: The experiment has been deleted.
+            OSError, sqlite3.DatabaseError: A new or existing sqlite file cannot be opened or written.
         """
         self._connect()
         self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
 
     def open_parent(self) -> None:
-        """Find or create the parent run named run.name, and select it for all further calls."""
+        """Find or create the parent run named run.name, and select it for all further calls; raise errors as `open`."""
         self._parent = self._name
         self._connect()
         self.run_id = self._find_parent()
@@ -80,7 +81,7 @@ class Store:
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
-        """Write metrics in as few calls as possible; metrics already in the store are unchanged."""
+        """Write metrics in as few calls as possible; metrics already in a database are not duplicated."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -154,7 +155,7 @@ class Store:
             if experiment.lifecycle_stage == "deleted":
                 raise ConfigError(
                     f"the experiment {self._experiment} has been deleted in MLflow",
-                    where=f"tracking.experiment={self._experiment}, tracking.uri={hide(self.uri)}",
+                    where=hide(self.uri),
                     expected="an experiment that is not deleted, or a new name",
                     do="set another tracking.experiment, or set MLFLOW_TRACKING_URI and run "
                     f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`",
@@ -203,17 +204,16 @@ def check_tracking_uri(uri: str) -> None:
 
 def explain_open_error(uri: str, error: BaseException) -> ConfigError:
     """Return the error for users if the first call to a store has raised `error`."""
-    is_access_denied = get_http_status(error) in (401, 403)
-    return make_open_error(uri, reason(error), LOGIN_HINT if is_access_denied else URI_HINT)
+    return make_open_error(uri, reason(error), is_access_denied=get_http_status(error) in (401, 403))
 
 
-def make_open_error(uri: str, why: str, do: str = URI_HINT) -> ConfigError:
-    """Return the error for a store that cannot be opened; `why` states the reason, and `do` the advice."""
+def make_open_error(uri: str, why: str, is_access_denied: bool = False) -> ConfigError:
+    """Return the error for a store that cannot be opened; `why` states the reason."""
     return ConfigError(
         f"cannot open the MLflow store: {why}",
-        where=f"tracking.uri={hide(uri)}",
-        expected="sqlite:///FILE or the address of an MLflow server",
-        do=do,
+        where=hide(uri),
+        expected="credentials that the server accepts" if is_access_denied else "sqlite:///FILE or an MLflow server",
+        do=LOGIN_HINT if is_access_denied else URI_HINT,
     )
 
 

@@ -112,7 +112,7 @@ def test_tables_in_files_must_fit_the_disk(tmp_path, monkeypatch):
 def test_check_fit_rejects_unsupported_mlflow_address():
     with pytest.raises(ConfigError, match="MLflow does not support this address") as error:
         check({"tracking": {"uri": "foo://here"}}, here=False)
-    assert error.value.where == "tracking.uri=foo://here"
+    assert error.value.where == "foo://here"
     check({"tracking": {"uri": "foo://here", "enabled": False}}, here=False)
 
 
@@ -159,7 +159,7 @@ def check_counts(rows=None, steps=1000, **schedule):
 
 def test_sampling_fewer_rows_than_the_table_has_warns():
     [line] = check_counts(11_924)
-    assert "rows is 11,924, but table item has 12,101 rows" in line and "remove rows" in line
+    assert "rows is 11,924, but table item has 12,101 rows" in line and "remove the key rows" in line
     assert check_counts(12_101) == check_counts() == []
 
 

@@ -244,7 +244,7 @@ def test_unsupported_store_uri_is_refused_before_mlflow_import():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "cannot open the MLflow store: MLflow does not support this address" in done.stdout, done.stderr
-    assert "tracking.uri=foo://" in done.stdout and "secret" not in done.stdout
+    assert "  where:    foo://" in done.stdout and "secret" not in done.stdout
     assert done.stdout.endswith("False\n")
 
 

@@ -68,7 +68,7 @@ def test_journal_bounds_its_buffer_and_reports_lost_records(tmp_path, monkeypatc
     kept.write()
     left = [line["step"] for line in read_json_lines(tmp_path / "ranks.jsonl")]
     assert left == list(range(left[0], 1000)) and 30 < len(left) < 100
-    assert f"except for the oldest {left[0] + 1:,} records" in said[1]  # plus the event of the full disk
+    assert f"(lost so far: {left[0] + 1:,} records)" in said[1]  # plus the event of the full disk
     assert "lacks" in kept.missing()
 
 
