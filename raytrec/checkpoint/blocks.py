@@ -114,7 +114,7 @@ def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
 
 
 def iterate_row_pieces(tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-    """Yield views of a tensor's consecutive rows, of about `block_bytes` each.
+    """Yield views of a tensor's consecutive rows, of at most `block_bytes` each, but at least one row.
 
     A tensor that is not in host memory or not contiguous, and an empty tensor or scalar, is yielded as a whole.
     """

@@ -182,7 +182,8 @@ def rewrite_checkpoint(
         seed: Seed for initial values.
 
     Raises:
-        CheckpointError: The checkpoint to read is damaged, or the new one cannot be written.
+        CheckpointError: The checkpoint to read is damaged, a converted tensor has an unsupported dtype, or the new
+            checkpoint cannot be written.
     """
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:

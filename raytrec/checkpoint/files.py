@@ -88,7 +88,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     Raises:
         RunError: The folder contains no checkpoint, or the run's configuration names a server and belongs to
             another user.
-        CheckpointError: The checkpoint is damaged, or is not from a training run.
+        CheckpointError: The given checkpoint is incomplete or damaged, or no training run has written it.
     """
     place = make_absolute(str(place))
     for root in list_roots(place):
@@ -145,7 +145,8 @@ def _is_step(name: str) -> bool:
 def list_roots(place: str) -> list[str]:
     """Return the folders that may contain a run's checkpoints.
 
-    The result contains, in this order: checkpoint.dir of the run if set, the folder `checkpoints` in `place`, `place`.
+    The result contains, in this order: checkpoint.dir of a local run's readable configuration if set, the folder
+    `checkpoints` in `place`, and `place`.
 
     Raises:
         RunError: The run's configuration names a server and belongs to another user.
@@ -218,22 +219,22 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
     """Remove complete checkpoints except the `last` newest and the `best` best by the metric `by`.
 
-    Incomplete checkpoints older than the newest complete checkpoint are also removed. Pinned checkpoints are kept.
-    A checkpoint whose index cannot be read is kept, because the index may be readable later.
+    If `by` is None, no checkpoint counts as best. Incomplete checkpoints older than the newest complete one are also
+    removed. Pinned checkpoints are kept, and checkpoints whose index cannot be read, which may be temporary.
     """
     for step, is_complete in _find_removable(root, last, best, by).items():
         _remove(root, step, is_complete)
 
 
 def remove_incomplete(root: str) -> None:
-    """Remove incomplete checkpoints from the folder of all checkpoints, to which no process may be writing."""
+    """Remove all incomplete checkpoints in the folder `root`. No process may be writing to this folder."""
     for step, about in _read_all_abouts(root).items():
         if about is None:
             _remove(root, step, is_complete=False)
 
 
 def remove_oldest(root: str, best: int, by: MetricDisplay | None) -> str | None:
-    """Remove the oldest removable checkpoint; return its folder, or None if all must be kept.
+    """Remove the oldest removable complete checkpoint; return its folder, or None if all must be kept.
 
     The newest complete checkpoint, from which a run resumes, the `best` best by the metric `by`, and pinned
     checkpoints are kept.

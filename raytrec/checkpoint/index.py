@@ -114,7 +114,8 @@ def read_index(folder: str) -> dict:
         {"format", "attempt", "block_bytes", "tensors", "about", "sha256"}: see `storage.ShardWriter`.
 
     Raises:
-        CheckpointError: The index is missing, damaged or in another format, or the storage does not respond.
+        CheckpointError: The index is missing, damaged, in another format, or cannot be read.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     where = join_uri(folder, INDEX)
     try:
@@ -133,7 +134,8 @@ def read_index(folder: str) -> dict:
         version, stored_hash = index["format"], index["sha256"]
         is_intact = stored_hash == _hash_index(index)
     except (ValueError, KeyError, TypeError) as error:
-        raise make_unreadable_error(f"its index is damaged ({error})", where) from None
+        problem = f"the entry {error} is missing" if isinstance(error, KeyError) else error
+        raise make_unreadable_error(f"its index is damaged ({problem})", where) from None
     if version != FORMAT:
         what, do = f"the checkpoint has format {shorten_repr(version)}", "use the version of raytrec that saved it"
         raise CheckpointError(what, where=where, expected=f"format {FORMAT}", do=do)
@@ -170,7 +172,7 @@ def write_index(folder: str, content: dict) -> None:
 
 
 def make_foreign_error(problem: str, where: str) -> CheckpointError:
-    """Return the error for a checkpoint whose index lacks a run's entries, with the first problem of the index."""
+    """Return the error for a checkpoint whose index does not match a run's; `problem` names the first difference."""
     return CheckpointError(
         f"the checkpoint is not from a training run ({problem})",
         where=where,
@@ -204,12 +206,13 @@ def convert_write_errors(where: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = InsufficientSpaceError if error.errno in DISK_FULL_ERRNOS else CheckpointError
-        raise kind(
+        is_full = error.errno in DISK_FULL_ERRNOS
+        do = "free up space" if is_full else "correct the cause"
+        raise (InsufficientSpaceError if is_full else CheckpointError)(
             f"the checkpoint cannot be written: {reason(error)}",
             where=where,
             expected="a folder that all workers can write to, with enough space for the checkpoint",
-            do="free up space, or choose another folder; earlier checkpoints are unchanged",
+            do=f"{do}, or choose another folder; earlier checkpoints are unchanged",
         ) from error
 
 

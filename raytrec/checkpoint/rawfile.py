@@ -52,7 +52,7 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter(AbstractContextManager):
-    """Sequential writer of a new file. After an error, a local file is removed, and an object is not created.
+    """Sequential writer of a new file. After an error in its block, a local file is removed, and an object stays unfinished.
 
     Attributes:
         size: Number of bytes written.
@@ -74,7 +74,7 @@ class RawFileWriter(AbstractContextManager):
             self._file = filesystem.open_output_stream(path)
 
     def __exit__(self, kind, *_) -> None:
-        # After an error, an object's stream is not closed, because closing it would create the object.
+        # After an error, an object's stream is not closed here, because closing it would create the object.
         if kind is None or self._local:
             self._file.close()
         if kind is not None and self._local:
@@ -255,7 +255,7 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
         sizes: Size of each file in bytes.
 
     Raises:
-        CheckpointError: The folder cannot be read, or a file is missing or has a different size because nodes
+        CheckpointError: The folder cannot be read, or a file is missing or has a different size, e.g. because nodes
             do not share the folder.
     """
     filesystem, path = open_filesystem(folder)

@@ -165,6 +165,7 @@ def load_with_ids(
 
     Raises:
         CheckpointError: As in `load`.
+        KeyError: `about` does not describe the managed ids of a table.
     """
     sizes_of, ids = about.get("ids", {}), {}
     for table in maps:
@@ -183,9 +184,9 @@ def load_with_ids(
 
 
 def _allocate_ids(table: str, sizes: Mapping[str, int]) -> State:
-    """Allocate tensors for a table's ids saved by `gather_ids`, of which each rank reads a part.
+    """Allocate the tensors into which this rank reads its part of a table's saved ids, and all rows of removed ids.
 
-    `sizes` is the table's entry for managed ids in the index.
+    `sizes` is the table's entry for managed ids in the index (see `gather_ids`).
     """
     peers, tensors = Peers(), {}
     for names, count in _list_tensor_names(table, sizes):
@@ -241,7 +242,7 @@ def _list_tensor_names(table: str, sizes: Mapping[str, int]) -> list[tuple[list[
 
 
 def _to_columns(prefix: str, entries: KeyEntries, names: tuple[str, ...], sizes: list[int], peers: Peers) -> State:
-    """Return the entries of all ranks in rank order: name → int64 [Σ sizes]; {} if there are none."""
+    """Return the entries of all ranks in rank order: name → sharded int64 [Σ sizes]; {} if there are none."""
     if not sum(sizes):
         return {}
     columns = {"id": unhash_bits(entries.keys)} | {name: entries.fields[name].long() for name in names}

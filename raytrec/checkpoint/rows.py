@@ -43,7 +43,7 @@ class StoredTable:
         dim: Number of columns.
 
     Raises:
-        RunError: There is no such table.
+        RunError: There is no such table or optimizer state.
         CheckpointError: The table cannot be read, or its dtype is not supported.
     """
 
@@ -92,7 +92,7 @@ class StoredTable:
         return self.gather(unique)[positions]
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Return existing rows, int64 [n], in their order: float32 [n, dim]. Consecutive rows are read together."""
+        """Return existing rows, given by index: int64 [n] → float32 [n, dim]. Consecutive rows are read together."""
         values = np.empty((len(rows), self.dim), np.float32)
         ends = np.flatnonzero(np.diff(rows) != 1) + 1
         for first, end in pairwise([0, *ends.tolist(), len(rows)]):
@@ -174,7 +174,7 @@ def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema
     """Return the warm start of each table in the schema or the checkpoint, according to warm_start.tables.
 
     Raises:
-        SchemaError: A table has changed, and warm_start.tables does not allow this change.
+        SchemaError: A table differs or is missing on one side, and warm_start.tables has no policy that allows this.
     """
     starts = {}
     for table in {**stored_schema.tables, **schema.tables}:
@@ -201,11 +201,12 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
+    conversion = "use raytrec convert, " if old and new and old.dim == new.dim else ""
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",
         expected="the tables of the checkpoint, or an entry in warm_start.tables for each difference",
-        do=f"set warm_start.tables.{table}={suggestion}, use raytrec convert, or set data.schema=CHECKPOINT/{INDEX}",
+        do=f"set warm_start.tables.{table}={suggestion}, {conversion}or set data.schema=CHECKPOINT/{INDEX}",
     )
 
 
@@ -217,5 +218,5 @@ def _describe_table(table: Table) -> str:
 
 
 def parse_stored_schema(about: dict[str, Any]) -> Schema:
-    """Parse the schema stored in the `about` of a checkpoint's index."""
+    """Parse the schema stored in the `about` of a checkpoint's index; raise SchemaError if it is not valid."""
     return Schema.parse_stored(str(about.get("schema", "")), "the checkpoint's schema")

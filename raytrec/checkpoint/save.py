@@ -48,7 +48,7 @@ class Saved:
     Attributes:
         step: Step of the run.
         folder: Folder of the checkpoint.
-        error: Error that made the save fail, the same on every rank; None if it succeeded.
+        error: Error that made the save fail, None if it succeeded; equal on all ranks unless a collective failed.
         note: Remark for the user; None if there is none.
         blocked_s: Seconds for which training waited for copies.
         seconds: Seconds from the start of the save to its end.
@@ -74,7 +74,7 @@ class CheckpointWriter:
         unbounded: Names of tensors that may contain infinity (LogicalState.unbounded).
         best: Metric that determines which checkpoints are best (checkpoint.keep_best); None: no checkpoint is best.
         rows: Snapshot that preserves the table rows that training changes during a save; None: whole tables
-            are copied.
+            are copied. Neither happens without checkpoint.async_save.
 
     Attributes:
         last_step: Step of the save that was started last; None if none was started.

@@ -2,7 +2,7 @@
 
 Tables on a CPU are not copied. The ids that a step looks up determine the rows that the step changes, and the
 values of these rows are set aside first. The writing thread uses these values instead of the live ones. A save
-needs memory for the rows that change during the save, up to MAX_ASIDE_SHARE of a table. If this is not enough,
+needs memory for the rows that change during the save, up to MAX_ASIDE_SHARE of a large table. If this is not enough,
 training waits for the end of the save. All other tensors are copied to host memory.
 """
 
@@ -89,7 +89,7 @@ class RowSnapshot:
             self._changed.notify_all()
 
     def blocks(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes that a tensor had at the start of the save, block by block like `blocks.blocks`."""
+        """Yield a tensor's bytes like `blocks.blocks`; for preserved tensors, the bytes at the start of the save."""
         if not self._begun or tensor.data_ptr() not in self._place:
             yield from blocks(tensor, block_bytes)
             return
@@ -102,7 +102,7 @@ class RowSnapshot:
             yield data[begin - first * width : end - first * width]
 
     def pieces(self, tensor: torch.Tensor, block_bytes: int) -> Iterator[torch.Tensor]:
-        """Yield the values that a tensor had at the start of the save, a few rows at a time.
+        """Yield a tensor's values, a few rows at a time; for preserved tensors, the values at the start of the save.
 
         Each piece is valid until the next one is requested.
         """
@@ -192,10 +192,10 @@ class _ShardSnapshot:
 
 
 class HostStateBuffer:
-    """Host memory for copies of the state, of exactly the size of one copy; every save reuses the memory.
+    """Host memory for copies of the state, of the size of one copy; saves of tensors of the same shapes reuse it.
 
-    Copies from a GPU run at full speed only into page-locked memory. torch allocates pinned memory in powers of two,
-    which could double the size, and never releases it.
+    Copies from a GPU run at full speed only into page-locked memory. By default, torch allocates pinned memory in
+    powers of two, which could double the size, and keeps it for reuse.
 
     Attributes:
         note: Remark about the last copy for the user; None if there is none.
@@ -249,7 +249,7 @@ class HostStateBuffer:
 
         Args:
             size: Size in bytes.
-            locked: True to page-lock the memory, which lets a GPU copy from it asynchronously.
+            locked: True to page-lock the memory for fast copies from GPUs; after a failure, `note` is set.
         """
         pages = mmap(-1, max(1, size), flags=MAP_PRIVATE | MAP_ANONYMOUS)
         memory = torch.frombuffer(pages, dtype=torch.uint8)[:size]

@@ -60,8 +60,9 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
          "tensors": {name: {"dtype": "float32", "shape": [...], "chunks": [
             {"offsets": [...], "sizes": [...], "file": str, "start": bytes, "crc32": [of each block]}]}}}
 
-    An existing index in the folder is replaced; other files are not. All files are synced to disk before the
-    index is written. Errors are raised on all ranks, as CheckpointErrors within torch's CheckpointException.
+    An existing index in the folder is replaced; other files are not. All local files are synced to disk before the
+    index is written. Errors are raised on all ranks within torch's CheckpointException. Errors of files are
+    CheckpointErrors; errors of `confirm` and `read` keep their types.
 
     Args:
         folder: URI, or local path of a folder that is created if missing; the same for all ranks.
@@ -98,7 +99,7 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
         make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Reject values that are not tensors of a supported dtype, and omit empty shards.
+        """Reject values that are not tensors of a supported dtype, and omit empty shards of nonempty tensors.
 
         An empty shard may start at the same offset as another rank's shard. torch's planner would take both for
         copies of the same shard, and write only one of them.
@@ -122,7 +123,7 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's chunks to its file, and return their locations in the file."""
+        """Write this rank's chunks to its file (no file if there are none), and return their locations in the file."""
         done: Future[list[WriteResult]] = Future()
         done.set_result(self._write(plan, planner) if plan.items else [])
         return done
@@ -132,6 +133,7 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
 
         Raises:
             CheckpointError: The index cannot be written, or other ranks' files are not visible to this rank.
+            Exception: `confirm` has raised this error.
         """
         written = [result for rank_results in results for result in rank_results]
         chunks = {result.index: result.storage_data for result in written}
@@ -268,7 +270,7 @@ class ShardReader(_OneCheckpoint, StorageReader):
 def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> None:
     """Fill tensors in place with values from a checkpoint.
 
-    This is a collective operation: every rank must call it.
+    If torch.distributed is initialized, this is a collective operation: every rank must call it.
 
     Args:
         folder: Folder of the checkpoint.
