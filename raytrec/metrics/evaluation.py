@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 AUC_BYTES_PER_ROW = 160  # peak memory per row: float64, sorted, with cumulative sums
 MAX_LISTED_SLICES = 10  # maximum number of slices in the list of the largest and in the list of the worst
-# Minimum number of rows of each label in a listed worst slice. With fewer rows, the AUC is mostly noise.
+# Minimum weight of the rows of each label in a listed worst slice. With fewer rows, the AUC is mostly noise.
 MIN_SLICE_LABEL_ROWS = 30
 MAX_SLICE_NAMES = 100_000  # maximum number of values per column whose text a rank stores
 
@@ -38,7 +38,7 @@ class TaskRows:
 
     Attributes:
         columns: Columns whose keys the metrics and slices need (argument `keys` of `add`).
-        needed: True if any metric or slice needs rows.
+        needed: True if any metric or slice needs rows; False for tasks with several outputs.
     """
 
     def __init__(self, selection: Selection, task: str):
@@ -71,9 +71,9 @@ class TaskRows:
             store.add(logits, labels, weights, keys)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
-        """Return key → value of each metric and count, and curves (worker.evaluate.Curves), equal on all ranks.
+        """Return key → value, for ranked and group metrics with their counts, and curves (worker.evaluate.Curves).
 
-        Undefined values are None or NaN. This is a collective operation: every rank must call it once, at the end.
+        Undefined values are None or NaN. All ranks must call this method once, at the end; their results are equal.
         """
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
@@ -173,8 +173,9 @@ class Slices(BoundedRows):
 
         Returns:
             A dict with `slices`, the total number of slices, and the lists `largest` and `worst` of at most
-            MAX_LISTED_SLICES dicts. Their keys are slice (the value as text), rows, auc and calibration (None if
-            undefined), and, if all labels are 0 or 1 and rows are binned, auc_bound (maximum error of auc).
+            MAX_LISTED_SLICES dicts. Their keys are slice (the value as text; "key N" if no rank has recorded it), rows,
+            auc and calibration (None if undefined), and, if all labels are 0 or 1 and rows are binned, auc_bound
+            (maximum error of auc). `worst` contains only slices with enough rows (`_measure_slices`).
         """
         if binned := peers.max_number(self._bins is not None) > 0:
             self._compact()
@@ -233,7 +234,8 @@ def _measure_slices(
         metric name → values, float64 [S] each; and a value that is lowest for the worst slices, float64 [S]. The
         metrics are auc (NaN unless `binary` is True and the slice contains both labels), calibration and, with
         `binary` and `binned`, auc_bound. `goodness` is the AUC or, unless `binary` is True, −|ln calibration|; NaN
-        for slices with too few rows (MIN_SLICE_LABEL_ROWS).
+        if either label has a total weight below MIN_SLICE_LABEL_ROWS or, unless `binary` is True, if the slice has
+        fewer than 2 · MIN_SLICE_LABEL_ROWS rows.
     """
     keys, predictions, positive, negative, predicted, rows = (x.cpu() for x in ties)
     keys, slice_of = keys.unique_consecutive(return_inverse=True)

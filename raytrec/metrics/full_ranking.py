@@ -143,6 +143,7 @@ class FullRanking:
         """Return the ranks of each query's right items, int64 [Q, R], in ascending order; the best rank is 1.
 
         This is a collective operation: every rank must call it. Items without a vector and padding have rank ABSENT.
+        Among equal scores, right items rank last.
 
         Args:
             queries_QD: Query vectors of all ranks, in descending order of their numbers of right items.

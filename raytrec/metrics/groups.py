@@ -32,7 +32,7 @@ class Groups:
         predictions: Predictions of the rows, float64 [N].
         labels: Labels of the rows, float64 [N].
         weights: Row weights above 0, float64 [N].
-        items: Item keys, int64 [N]; None if the task has no `item` column.
+        items: Item keys, int64 [N]; None if no metric of the task needs items.
     """
 
     of: torch.Tensor
@@ -53,7 +53,7 @@ class Groups:
     ) -> Groups:
         """Return the groups formed by rows, given in any order; all rows of a group must be present.
 
-        Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the metrics NaN.
+        Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the row's weight NaN.
         """
         weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
         order = labels_N.argsort(stable=True)

@@ -49,8 +49,8 @@ class Ties(NamedTuple):
 
     Attributes:
         predictions: Distinct predictions, float64 [D].
-        positive: Sum of the weights of rows with label 1, float64 [D].
-        negative: Sum of the weights of rows with label 0, float64 [D].
+        positive: Sum of weight × label, i.e. the weight of rows with label 1, float64 [D].
+        negative: Sum of weight × (1 − label), i.e. the weight of rows with label 0, float64 [D].
         rows: Number of rows, float64 [D].
     """
 
@@ -63,7 +63,7 @@ class Ties(NamedTuple):
     def of(cls, predictions_N: torch.Tensor, labels_N: torch.Tensor, weights_N: torch.Tensor) -> Ties:
         """Return the ties of rows with labels 0 and 1, in any order.
 
-        A NaN prediction makes the sum of positive weights NaN, and thus all metrics.
+        A NaN prediction makes `positive` and `negative` NaN, so that RankedRows.both_classes is False.
         """
         weights = weights_N.double()
         positive = weights * labels_N
@@ -91,7 +91,7 @@ class RankedRows:
         ties: This rank's part, summed by prediction.
         below: Sums of `positive`, `negative` and `rows` of Ties over all lower ranks, float64 [3].
         total: The same sums over all ranks, float64 [3].
-        both_classes: True if the labels on all ranks contain 0 and 1 and no other value.
+        both_classes: True if the labels on all ranks contain 0 and 1 and no other value, and no prediction is NaN.
         peers: Ranks among which the rows are divided.
     """
 
@@ -192,7 +192,7 @@ class BoundedRows:
 
 
 class Scores(BoundedRows):
-    """Rows of one task to be sorted into `RankedRows`, which take 12 bytes per row, or 24 MiB once they are binned.
+    """Rows of one task to be sorted into `RankedRows`. They take 12 bytes per row, or 24 MiB once they are binned.
 
     Rows are binned if there are more than `exact_rows`. Rows whose predictions agree in sign, exponent and 11 bits
     of fraction (to within 1/2,048 of their value) are in the same bin, and count as tied.
@@ -227,7 +227,7 @@ class Scores(BoundedRows):
 
 
 def assign_bins(predictions_N: torch.Tensor) -> torch.Tensor:
-    """Return the bin of each prediction, int64 [N]; higher predictions have higher bins."""
+    """Return the bin of each prediction, int64 [N], in the order of predictions; NaN is in the bin of 0."""
     limits = torch.finfo(torch.float32)
     bits = predictions_N.float().clamp(limits.min, limits.max).nan_to_num() + 0.0  # converts -0.0 to 0.0
     bits = bits.view(torch.int32)

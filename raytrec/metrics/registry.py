@@ -1,4 +1,4 @@
-"""Registry of metrics. A metric is a class in a file in builtin/, or a user's class, named as `module:name`.
+"""Registry of metrics: classes in builtin/ and users' classes, which configurations refer to as `module:name`.
 
 A metric is computed from sums over rows and ranks. Its base class determines the form of the rows:
 
@@ -98,7 +98,8 @@ class Metric:
     def ranked_curve(ranked: RankedRows) -> dict[str, list] | None:
         """Return axis → coordinates of a curve over rows sorted by prediction, for the report; None: no curve.
 
-        This is a collective operation: every rank must call it. The result is the same on all ranks.
+        This is a collective operation: every rank must call it, with the same result. The function's name is the key
+        of the curve.
         """
         return None
 
@@ -122,7 +123,7 @@ class RankedMetric(Metric):
 
     @classmethod
     def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the maximum error of `figure` that is caused by binning predictions (eval.max_exact_rows)."""
+        """Return the maximum error of `figure` if predictions are binned (eval.max_exact_rows); else not called."""
         raise NotImplementedError
 
 
@@ -183,7 +184,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def figure(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the weighted mean over groups."""
+        """Return the weighted mean over groups; NaN if no group has a value."""
         return sums["values"] / sums["weight"]
 
     @classmethod
@@ -210,7 +211,7 @@ def metric(
     """Return a class decorator that sets the attributes of a metric class and registers built-in metrics.
 
     Args:
-        name: Name, which starts with a lower-case letter and contains lower-case letters, digits and _.
+        name: Name: a lower-case letter, then lower-case letters, digits and _. Names in RESERVED are not allowed.
         title: Title in result tables; default: the name.
         label: Short name for console lines and axes; default: the name.
         better: Direction of better values: higher, lower, closer to 1, or None. With None, checkpoints cannot be
@@ -226,15 +227,15 @@ def metric(
 
     def register(cls: T) -> T:
         where = f"@metric({name!r}) of {cls.__module__}:{cls.__qualname__}"
-        if not NAME.fullmatch(name) or name in RESERVED:
-            raise ConfigError(
-                f"'{name}' is not a valid metric name",
-                where=where,
-                expected="a lower-case letter, followed by lower-case letters, digits and _; none of the reserved "
-                "names " + ", ".join(sorted(RESERVED)),
-            )
+        if name in RESERVED:
+            expected = f"a name other than {', '.join(sorted(RESERVED))}"
+            raise ConfigError(f"the metric name '{name}' is reserved", where=where, expected=expected)
+        if not NAME.fullmatch(name):
+            expected = "a lower-case letter, followed by lower-case letters, digits and _"
+            raise ConfigError(f"'{name}' is not a valid metric name", where=where, expected=expected)
         if better not in DIRECTIONS:
-            raise ConfigError(f"better={better!r} is invalid", where=where, expected=f"one of {DIRECTIONS}")
+            expected = f"one of {', '.join(map(repr, DIRECTIONS))}"
+            raise ConfigError(f"better={better!r} is invalid", where=where, expected=expected)
         if not FORMAT.fullmatch(format):
             expected = 'a format string such as "{:.4f}", "{:.1%}" or "{:,.0f}"'
             raise ConfigError(f"format={format!r} is invalid", where=where, expected=expected)
@@ -261,7 +262,8 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
     Raises:
         ConfigError: The metric does not exist, is not a class with @metric, or reuses the name of a built-in
-            metric; or k is missing, less than 1, or not supported.
+            metric; or k is missing, not an integer from 1 to 999,999,999, or not supported.
+        Exception: Any error raised by the user's module during import.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"
     cls = METRICS.find(name, WHERE, folder)

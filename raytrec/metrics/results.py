@@ -73,7 +73,10 @@ class Row(NamedTuple):
 
 
 def format_result(result: Mapping[str, Any]) -> dict[str, Row]:
-    """Return key → Row for each value in result.json to display: metrics with their counts, then RESULT_TITLES."""
+    """Return key → Row for each value in result.json to display: metrics with their counts, then RESULT_TITLES.
+
+    Undefined values and 0 are omitted if their entry in RESULT_TITLES contains IF_NONZERO.
+    """
     rows: dict[str, tuple[str, str, str]] = {}
     for figure in read_metric_displays(result):
         rows[EVAL_PREFIX + figure.key] = figure.title, figure.format, BRIEF if figure.is_directed else ""
@@ -97,7 +100,7 @@ def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]
 
 
 def as_text(value: Any, form: str) -> str:
-    """Return a value as text: numbers formatted with `form`, "–" for None, and str(value) for other values."""
+    """Return a value as text: finite numbers formatted with `form`, "–" for None, and str(value) for other values."""
     if value is None:
         return "–"
     return str(value) if isnan(parse_number(value)) else form.format(value)

@@ -98,8 +98,8 @@ class Selection:
         retrieval_metrics: Metrics of eval.retrieval; empty if retrieval is not set.
 
     Raises:
-        ConfigError: A metric does not exist, occurs twice in a task, or does not support the task; or one of
-            several tasks has the name "retrieval", although eval.retrieval is set.
+        ConfigError: A metric is invalid (`find_metric`), occurs twice in a task, or does not support the task; or one
+            of several tasks has the name "retrieval", although eval.retrieval is set.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -172,12 +172,12 @@ class Selection:
             where: Configuration key that contains `key`, for error messages.
 
         Raises:
-            ConfigError: No task has this metric, or none of the metric's values are better than others.
+            ConfigError: No metric with this key (None: no metric) has values that can be ranked.
         """
         directed = {figure.key: figure for figure in self.figures if figure.better}
-        if key is None and directed:
+        if (is_default := key is None) and directed:
             return min(directed.values(), key=lambda figure: (not figure.is_directed, not figure.sums))
-        what = f"{'' if key is None else f'{where} is {key}, but '}the tasks have no metric"
+        what = f"{'' if is_default else f'{where} is {key}, but '}the tasks have no metric"
         key = str(key).removeprefix(EVAL_PREFIX)
         if key not in directed and len(self.of) == 1:  # the name of a single task is optional
             key = key.removeprefix(f"{next(iter(self.of))}.")
@@ -185,7 +185,7 @@ class Selection:
             return directed[key]
         what += " with this name whose values can be ranked" if directed else " whose values can be ranked"
         expected = "" if directed else "a metric whose values are better if they are higher, lower or closer to 1"
-        raise make_unknown_word_error(what, key, directed, where, expected)
+        raise make_unknown_word_error(what, key, directed, "tasks.metrics" if is_default else where, expected)
 
 
 def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
@@ -203,7 +203,8 @@ def _check_metric_supported(metric: type[Metric], task: Task, where: str) -> Non
     """Raise ConfigError if a task's predictions or columns do not support the metric; `where` is the task's key."""
     predicts = task.loss.predicts
     if metric.takes is not None and predicts is not None and predicts not in metric.takes:
-        supported = [name for name, m in METRICS.parts.items() if m.takes is None or predicts in m.takes]
+        fitting = [m for m in METRICS.parts.values() if m.takes is None or predicts in m.takes]
+        supported = [m.name + "@10" * m.at_k for m in fitting]
         raise ConfigError(
             f"metric {metric.name} does not support the predictions of the task's loss, which are "
             f"{PREDICTION_DESCRIPTIONS[predicts]}",
@@ -216,8 +217,9 @@ def _check_metric_supported(metric: type[Metric], task: Task, where: str) -> Non
             raise ConfigError(
                 f"metric {metric.name} requires {' and '.join(missing)}, which task {task.name} does not set",
                 where=f"{where}.metrics",
-                expected=f"{' and '.join(missing)} set to columns of data.reserve_columns",
-                do="set " + " and ".join(f"{where}.{key}, for example to {EXAMPLE_COLUMNS[key]}" for key in missing),
+                expected=f"{' and '.join(missing)} set to {'a column' if len(missing) == 1 else 'columns'} of "
+                "data.reserve_columns",
+                do="set " + ", and ".join(f"{where}.{key}, for example to {EXAMPLE_COLUMNS[key]}" for key in missing),
             )
 
 
@@ -248,7 +250,7 @@ def _add_prefix(prefix: str, key: str, title: str, label: str) -> tuple[str, str
 
 
 def _read_figure(values: Any) -> MetricDisplay | None:
-    """Return a metric description read from a file, or None if the description is invalid."""
+    """Return a metric description from a file, or None if it is invalid; DEFAULT_FORMAT replaces an invalid format."""
     if not isinstance(values, dict):
         return None
     key, title, label = (values.get(name) for name in ("key", "title", "label"))

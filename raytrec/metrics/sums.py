@@ -23,8 +23,8 @@ MAX_PENDING_STEPS, MAX_PENDING_LOGITS = 8, 1 << 22
 class MetricSums:
     """Row counts, losses and metric sums of all tasks: one float64 vector on the device, summed with one all_reduce.
 
-    The rows of MAX_PENDING_STEPS steps are stored and summed together. The GPU then runs an eighth of the
-    kernels, each with eight times the work, and the host needs an eighth of the time.
+    The rows of MAX_PENDING_STEPS steps (fewer, if they reach MAX_PENDING_LOGITS logits) are stored and summed
+    together. For 8 steps, the GPU runs an eighth of the kernels, each with eight times the work.
 
     Args:
         selection: Metrics of the tasks. Metrics of a task with the same `sums` function share the result.
@@ -112,7 +112,7 @@ class MetricSums:
             The number of rows ("rows"), the value and counts of each SumMetric of each task, and counted_rows of
             each task in which rows can be excluded. In training, also "loss", the mean loss over steps weighted by
             rows, and, if there are several tasks, the mean loss of each task. Metrics and losses are NaN if they are
-            undefined or if all rows are excluded.
+            undefined or if all rows are excluded. Before the first step, the only key is "rows".
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}

@@ -298,7 +298,7 @@ def test_unknown_metric_is_rejected(tmp_path, monkeypatch, reference, text):
     ("name", "options", "text"),
     [
         ("Hits", {}, "is not a valid metric name"),
-        ("rows", {}, "is not a valid metric name"),
+        ("rows", {}, "the metric name 'rows' is reserved"),
         ("hits", {"better": "more"}, "better=.more. is invalid"),
         ("hits", {"format": "{0.__class__}"}, "format=.* is invalid"),
         ("hits", {"format": "{:99999999.4f}"}, "format=.* is invalid"),

@@ -212,7 +212,10 @@ class Calibration(SumMetric):
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return {POSITIVES: n}, the weighted sum of labels; the ratio's relative standard error is about 1 ÷ √n."""
+        """Return {POSITIVES: n}, the weighted sum of labels.
+
+        For labels 0 and 1 and weights of 1, the relative standard error of the ratio is at most about 1 ÷ √n.
+        """
         return {POSITIVES: sums["calibration_denom"]}
 
 

@@ -93,7 +93,7 @@ class PRAUC(RankedMetric):
     """Average precision: Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
 
     P_i and R_i are the weighted precision and recall if rows with at least the i-th prediction are classified as
-    positive.
+    positive. The value is None unless the labels contain 0 and 1 and no other value.
 
     Source: scikit-learn's average_precision_score. The trapezoidal rule would overestimate the area.
     """
