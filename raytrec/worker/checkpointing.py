@@ -101,10 +101,9 @@ class CheckpointManager:
         self._execute(decision.command)
 
     def _execute(self, command: Command) -> None:
-        """Execute a command; at multiples of checkpoint.every_steps, save instead of GO or DELTA.
+        """Execute a command (SAVE at multiples of checkpoint.every_steps; no RESTART or STOP after the last step).
 
-        If ids of later batches have already been mapped to rows, the pipeline trains on these batches first. After the
-        last step of the run, RESTART and STOP are ignored.
+        If ids of later batches have already been mapped to rows, the pipeline trains on these batches first.
         """
         step, every = self._progress.step, self._config.checkpoint.every_steps
         if command < Command.SAVE and every and step % every == 0:

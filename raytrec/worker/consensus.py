@@ -57,9 +57,7 @@ class StepConsensus:
         self._pending: deque[_PendingDecision] = deque()
 
     def exchange(self, command: Command, loss_status: LossStatus, busy: bool) -> Decision | None:
-        """Start this step's decision, and return the decision of `lag` steps ago.
-
-        The result is None in the first `lag` calls, and in the first `lag` calls after `finish` or `agree`.
+        """Start this step's decision, and return that of `lag` steps ago; None if no such decision is pending.
 
         Args:
             command: Command that this rank has received.

@@ -86,8 +86,6 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each table since the last call, and discard the records of the probed step.
 
-        If `of_ids` is a collective operation, every rank must call this method.
-
         Returns:
             Table → name of a statistic (docs/monitoring.md) → number, bool, text, list of counts; None if undefined.
         """
@@ -147,10 +145,7 @@ class Statistics:
         return figures
 
     def _compute_norms(self, shard: Shard, state: dict, table: Table) -> dict[str, Any]:
-        """Return the norms of a sample of a shard's rows and, if known, the shares of unused rows and of collisions.
-
-        For a shard without rows, only max_abs, 0, is returned.
-        """
+        """Return norms of sampled rows and, if known, shares of unused rows and collisions; if empty, only max_abs."""
         rows = shard.values.shape[0]
         if not rows:
             return {"max_abs": torch.zeros((), device=shard.values.device)}

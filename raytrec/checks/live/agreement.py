@@ -25,7 +25,7 @@ class SameEnvironment(Check):
     """Check that compares plain values (Position.about), such as the configuration and package versions, over ranks."""
 
     moments = frozenset({START})
-    do = "install the same versions of raytrec and its packages, and the same files, on every node; restart the run"
+    do = "use the same files, network, and versions of raytrec and its packages on every node; restart the run"
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
         """Return the outcome, which names the values that differ between ranks. Every rank must call this method."""

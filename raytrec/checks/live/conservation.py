@@ -9,6 +9,7 @@ import torch
 
 from raytrec.checks.live.outcome import CHECKPOINT, STEP, Check, Outcome, Position, find_deviating_ranks, format_ranks
 from raytrec.checks.live.registry import check
+from raytrec.common.formatting import format_count
 
 MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed in a problem
 
@@ -20,7 +21,7 @@ class IdCounts:
     Attributes:
         step: Number of training steps completed.
         batch_step: Step of the last batch, counted from 0; None if unknown.
-        sent: Feature → number of ids in the rank's part of the batches.
+        sent: Feature → number of ids in the rank's part of the batches, as counted by Taps.sent.
         looked_up: Feature → number of ids that the rank's kernels looked up.
         rows: Number of rows in the rank's part of the batches.
     """
@@ -33,7 +34,7 @@ class IdCounts:
 
     @property
     def is_behind(self) -> bool:
-        """True if the last batch does not belong to the last completed step; False if `batch_step` is unknown."""
+        """Return True if the last batch is not that of the last completed step; False if `batch_step` is unknown."""
         return self.batch_step is not None and self.batch_step != self.step - 1
 
 
@@ -65,7 +66,7 @@ class Conservation(Check):
         problems: list[str] = []
         if not (peers.is_same_on_all((position.step, position.expected_rows)) and is_consistent):
             problems = self._problems(peers.objects(counts), lost, position.expected_rows)
-        summary = f"all {sum(sent):,} ids were received"
+        summary = f"all ids were received ({format_count(sum(sent), 'id')})"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def _counts(self, position: Position) -> IdCounts:
@@ -103,7 +104,7 @@ class Conservation(Check):
                 received = [counts.looked_up[feature] for counts in of_ranks]
                 sent = sum(counts.sent[feature] for counts in of_ranks) * self._count_lookups(feature)
                 by_rank = f"by rank: {_list_counts(received)}"
-                problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} received ({by_rank})")
+                problems.append(f"{where}: {sent:,} ids were sent, but {sum(received):,} were received ({by_rank})")
         return problems
 
 

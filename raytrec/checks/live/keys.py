@@ -15,7 +15,7 @@ LONGEST_BAG = 1024  # maximum number of ids in a compared bag
 class Bags:
     """Selected bags of one feature; a sequence read id by id counts as L bags of at most one id each.
 
-    A bag contains the ids of a feature in one row of a batch; w is the weight of an id.
+    A bag contains the ids of a feature in one row of a batch; w is the weight of an id. A sum Σ w of 0 counts as 1.
 
     Attributes:
         at: Rows of the batch whose bags are selected, int64 [R].
@@ -23,7 +23,7 @@ class Bags:
         bag: Bag of each id, int64 [N], from 0 to S − 1, where S = R, or L·R for sequences.
         factors: Factor of each id's vector, float32 [N]: w, or for means w ÷ Σ w of its bag.
         doubt: Factor by which rounding errors may exceed those for positive weights, float32 [S]: for means
-            Σ|w| ÷ |Σ w|, otherwise 1.
+            Σ|w| ÷ |Σ w|, at least 1; otherwise 1.
         share: Magnitude of the factor that turns a bag's sum into its result, float32 [S]: 1 ÷ |Σ w| for means,
             otherwise 1.
     """

@@ -31,8 +31,9 @@ DENSE = "dense layers'"
 class Finite(Check):
     """Check that no weight or optimizer state is NaN or infinite.
 
-    Every evaluation reads all dense layers, and a different sample of each shard of a table. All values are
-    checked before a checkpoint is saved (checkpoint/save.py).
+    Every evaluation reads all dense layers and, in turn, at most SAMPLED_ROWS_PER_SHARD rows of each shard of a table.
+    All values are checked before a checkpoint is saved (checkpoint/save.py). Buffers that contain NaN or infinity by
+    design are ignored.
     """
 
     do = (
@@ -89,8 +90,9 @@ class Sizes:
 class Numerics(Check):
     """Check of the magnitudes of weights and gradients, and of the ratio of predicted to actual rates.
 
-    A magnitude must not exceed MAX_GROWTH times its median over earlier evaluations. Every evaluation reads all dense
-    layers, and a different sample of each shard. Gradients are only checked after probed steps.
+    A magnitude must not exceed MAX_GROWTH times its median over up to HISTORY earlier evaluations, of which there must
+    be WARMUP_EVALUATIONS. For weights, the median counts as at least MIN_USUAL_MAGNITUDE. Every evaluation reads all
+    dense layers, and a sample of each shard. Gradients, which must also be finite, are only checked after probed steps.
     """
 
     do = (
@@ -174,7 +176,7 @@ class Numerics(Check):
         return (dict(zip(mine.values, values, strict=True)), dict(zip([*dense, *parts], squares, strict=True)))
 
     def _measure_growth(self, name: str, size: float, floor: float) -> float:
-        """Return the ratio of a magnitude to its usual value, and record the magnitude for later calls.
+        """Return the ratio of a magnitude to its usual value, and record a finite magnitude above 0 for later calls.
 
         The usual value is the median over earlier calls, or `floor` if that is larger. The ratio is 0 if
         there are too few earlier values, or if the magnitude is 0 or not finite.
@@ -218,8 +220,8 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
 def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
     """Return pairs (name, values) of the dense layers, and of some rows of this rank's shards.
 
-    The rows differ from turn to turn. After a probed step, some of the rows that the step looked up are added.
-    Buffers that contain infinity by design are omitted.
+    The rows of shards that are not read completely (see `sample`) differ from turn to turn. After a probed step, some
+    of the rows that the step looked up are added. Buffers that contain NaN or infinity by design are omitted.
     """
     looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
     named = []

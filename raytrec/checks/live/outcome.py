@@ -55,11 +55,12 @@ class CheckedRun:
         config: Configuration of the run.
         schema: Schema of the run.
         tables: Live tables by name (checkpoint.state.LogicalState).
-        dense: Live values of dense layers by name (checkpoint.state.LogicalState).
+        dense: Live values, by name, of dense layers, their optimizer state and averages, and tables' update counts
+            (checkpoint.state.LogicalState).
         taps: Taps on lookups and dense layers.
         device: Device of this rank.
         parameters: Parameters of the dense layers, which provide gradients; may be empty.
-        unbounded: Names in `dense` of values that contain infinity by design.
+        unbounded: Names in `dense` of values that contain NaN or infinity by design.
         maps: Table with managed ids → this rank's part of its map.
         peers: Ranks that agree on outcomes.
     """
@@ -163,7 +164,7 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
 
 
 def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
-    """Return (name, values on all ranks, deviating ranks) for each value that differs between ranks.
+    """Return (name, values on all ranks, deviating ranks) for each value that differs; None: missing on the rank.
 
     This is a collective operation: every rank must call it. If all values are the same, only a hash is exchanged.
 

@@ -156,7 +156,7 @@ class Parity(Check):
         return {name: part - starts[name] for name, part in zip(starts, keys.split(sizes), strict=True)}
 
     def _gather_row_values(self) -> dict[str, torch.Tensor]:
-        """Return the values of the compared rows, collected from the ranks that hold them: table → float32 [R, dim]."""
+        """Return table → values of the compared rows, float32 [R, dim]. Every rank must call this method."""
         tables = self.run.tables
         flat, blocks = _make_zero_blocks(
             [(len(self._rows[name]), table.shape[1]) for name, table in tables.items()], self.run.device
@@ -257,8 +257,8 @@ def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.T
         sizes: Sum of the magnitudes of each row's terms, float32 [R].
 
     Returns:
-        (error, row, column), where error is |got − expected| ÷ size, or infinite if only one value is NaN.
-        (0, 0, 0) if there are no values.
+        (error, row, column), where error is |got − expected| ÷ size, 0 if both values are NaN, or infinite if only
+        one value is NaN. (0, 0, 0) if there are no values.
     """
     if not got.numel():
         return 0.0, 0, 0

@@ -35,6 +35,7 @@ import torch
 from raytrec.checks.live.outcome import STEP, Check, CheckedRun, Outcome, Position
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.registry import Registry
+from raytrec.common.storage import quote_for_shell
 from raytrec.config.run_config import RunConfig
 from raytrec.config.training import ChecksSection
 from raytrec.data.batch import Batch
@@ -103,7 +104,7 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
             raise ConfigError(
                 f"two checks have the name {cls.name}: {path} and {first.__module__}:{first.__qualname__}",
                 where=CUSTOM_CHECKS_KEY,
-                do="give one of them another name",
+                do=f"give {path} another name in @check(NAME)",
             )
         chosen[cls.name] = EnabledCheck(cls, reaction, f"{CUSTOM_CHECKS_KEY}: {{{path}: warn}}")
     return {name: enabled for name, enabled in chosen.items() if enabled.reaction != "off"}
@@ -150,7 +151,7 @@ class LiveChecks:
 def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | None:
     """Return the error that ends the run if a failed check is set to stop; None if the run continues.
 
-    The error contains the advice of the first such check.
+    The error contains the advice of the first such check, and the settings with which all such checks only warn.
     """
     failed = [outcome for outcome in outcomes if not outcome.passed]
     chosen = select_enabled_checks(config) if failed else {}
@@ -158,12 +159,12 @@ def make_stop_error(outcomes: list[Outcome], config: RunConfig) -> RunError | No
     if not failed:
         return None
     names = list(dict.fromkeys(o.check for o in failed))
-    first = chosen[names[0]]
-    do = first.check.do.replace("RUN", config.run.dir or "RUN")
+    warn_settings = " and ".join(chosen[name].warn_setting for name in names)
+    do = chosen[names[0]].check.do.replace("RUN", quote_for_shell(config.run.dir) if config.run.dir else "RUN")
     do = do.replace("LOWER", f"{config.optim.embeddings.lr / 10:g}")
     return RunError(
         f"{'a check' if len(names) == 1 else f'{len(names)} checks'} failed: {'. '.join(o.text for o in failed)}",
         where=f"step {failed[0].step}, {' and '.join(names)}",
         expected="success of every check that is set to stop",
-        do=f"{do}. Set {first.warn_setting} to continue after a failure",
+        do=f"{do}. Set {warn_settings} to continue after a failure",
     )

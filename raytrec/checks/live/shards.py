@@ -78,18 +78,17 @@ class ManagedIdsCheck(Check):
                 for problem in describe_audit_errors([rank_audits[table] for rank_audits in audits], part.capacity)
             ]
         ids = sum(ids for _, ids, _ in totals)
-        summary = f"each of {ids:,} managed ids has its own row"
+        summary = f"every managed id has its own row ({format_count(ids, 'id')})"
         return self.outcome(position.step, violations, summary, float(len(violations)), 0.0)
 
 
 def _find_problems(maps_by_rank: list[dict[str, tuple[str, list[str]]]]) -> list[str]:
     problems = []
     for name in dict.fromkeys(name for maps in maps_by_rank for name in maps):
-        reports = [maps.get(name, ("", ["the rank does not have this table"])) for maps in maps_by_rank]
+        reports = [maps.get(name, ("", ["the rank has no such tensor"])) for maps in maps_by_rank]
         if odd := find_deviating_ranks([digest for digest, _ in reports]):
-            problems.append(
-                f"table {name}: the map of shards on {format_ranks(odd)} differs from that on the other ranks"
-            )
+            others = "the other ranks" if len(reports) > 2 else f"rank {1 - odd[0]}"
+            problems.append(f"table {name}: the map of shards on {format_ranks(odd)} differs from that on {others}")
         for text in dict.fromkeys(text for _, texts in reports for text in texts):
             where = [rank for rank, (_, texts) in enumerate(reports) if text in texts]
             problems.append(f"table {name}: {text} (found on {format_ranks(where)})")

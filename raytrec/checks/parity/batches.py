@@ -177,7 +177,7 @@ def make_local_batch(
 
 
 def count_later_ids(bag: torch.Tensor) -> torch.Tensor:
-    """Return, for each id, the number of ids after it in its bag, int64 [N]."""
+    """Return, for each id, the number of ids after it in its bag, int64 [N]; `bag` must be in ascending order."""
     ends = torch.bincount(bag).cumsum(0)
     return ends[bag] - 1 - torch.arange(len(bag), device=bag.device)
 

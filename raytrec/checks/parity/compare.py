@@ -54,8 +54,8 @@ class Finding:
     Attributes:
         check: forward, gradient, weights or state.
         name: Feature, table or dense parameter; TABLE.KIND for optimizer state.
-        error: max |sharded − reference| ÷ max |reference|. For weights, the divisor is at least the initial
-            magnitude; for gradients, at least the magnitude of any row's contribution.
+        error: max |sharded − reference| ÷ max |reference|. For weights, the divisor is at least the bound of
+            `_measure_sizes`; for gradients, at least the magnitude of any row's contribution.
         absolute: max |sharded − reference|.
         limit: Largest accepted `error`.
     """

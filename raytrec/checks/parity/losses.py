@@ -1,8 +1,8 @@
 """Compute the loss of a global batch from its definition, in plain torch and without raytrec's objective.
 
 Losses of single rows use torch.nn where available. Losses that compare rows are computed row by row.
-ROW_LOSSES and BATCH_LOSSES define each loss of raytrec. A user's loss is its own reference, so parity compares
-only the summation over rows.
+ROW_LOSSES and BATCH_LOSSES define each loss of raytrec except from_model. A user's loss is its own reference, so
+parity compares only the summation over rows.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ def compute_loss(
         batch: The global batch.
         own_loss: True if the column after the tasks' columns is a loss computed by the model.
         temperatures: Temperature of each task whose loss learns a temperature, in the order of `tasks`.
+
+    Raises:
+        RunError: A loss of raytrec has no definition in ROW_LOSSES or BATCH_LOSSES.
     """
     total, first, temperatures = logits.new_zeros(()), 0, iter(temperatures)
     columns = logits if logits.dim() == 2 else logits.unsqueeze(1)
@@ -120,7 +123,7 @@ def _listwise_softmax(loss_fn: Any, rows: Rows, i: int) -> torch.Tensor:
 
 
 def _cross_entropy(scores: torch.Tensor, rows: Rows, is_compared: torch.Tensor | bool, i: int) -> torch.Tensor:
-    """Return the loss of row i, whose score is compared with those of rows with a weight > 0."""
+    """Return the loss of row i, whose score is compared with those of rows in `is_compared` with a weight > 0."""
     is_candidate = (rows.weights > 0) & is_compared
     is_candidate[i] = True
     candidates, label = is_candidate.nonzero().squeeze(1), rows.labels[i]

@@ -120,8 +120,8 @@ class TableReference(torch.optim.Optimizer):
         lr: Learning rate.
         eps: Constant added to the denominator.
         weight_decay: Weight decay.
-        touched_rows: True to leave rows without a gradient, and their state, unchanged, as FBGEMM's fused
-            kernels do. Bias correction counts all steps.
+        touched_rows: True to leave rows whose gradient is 0, and their state, unchanged, as FBGEMM's fused
+            kernels do with rows outside the batch. Bias correction counts all steps.
     """
 
     def __init__(
@@ -189,8 +189,8 @@ def train(
 def measure_kink_margin(reference: Reference, batch: GlobalBatch) -> float:
     """Return a batch's distance from the nearest kink of an activation; inf if no activation has a kink.
 
-    The distance is the smallest |input| of an activation with a kink at 0, relative to its largest |input|. At
-    0, the gradient is ambiguous, and rounding selects one of two values.
+    The distance is the smallest |input| of a module in KINKED_ACTIVATIONS, relative to the largest |input| of this
+    module. At 0, the gradient is ambiguous, and rounding selects one of two values.
     """
     margins = [float("inf")]
 
@@ -206,7 +206,7 @@ def measure_kink_margin(reference: Reference, batch: GlobalBatch) -> float:
 
 
 def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, parameters: list[nn.Parameter]) -> list[float]:
-    """Return, for each parameter, the largest magnitude in any single row's contribution to the gradient.
+    """Return, for each parameter, the largest magnitude in any row's contribution to the gradient via the logits.
 
     Contributions may cancel in the sum, but their rounding errors do not. Errors must therefore be compared with
     this magnitude.

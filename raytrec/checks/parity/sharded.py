@@ -73,7 +73,8 @@ class ShardedRun:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return each table and dense parameter by name, as a whole tensor in host memory on rank 0.
 
-        On other ranks, sharded tables are None.
+        If copies of a replicated value differ, the copy that differs most is returned. On ranks other than 0, sharded
+        tables are None.
         """
         model = self.step.model.module.head.model
         whole = {name: _select_farthest_copy(p.detach()).cpu() for name, p in model.named_parameters()}
@@ -154,7 +155,7 @@ def _disable_dropout(model: torch.nn.Module) -> None:
 
 
 def _select_farthest_copy(replica: torch.Tensor) -> torch.Tensor:
-    """Return, for each value of a replicated tensor, the rank's copy farthest from this rank's.
+    """Return, for each value of a replicated tensor, the copy of any rank that differs most from this rank's copy.
 
     This is a collective operation: every rank must call it. The result equals the tensor if all copies are the same.
     """
