@@ -38,7 +38,7 @@ class CheckResult:
         name: Name of the check (run.name).
         findings: One mapping per comparison: {check, name, error, absolute, limit, passed}. check is forward,
             gradient, weights or state; name is a feature, table, optimizer state or dense parameter. absolute is
-            the largest difference, error is this difference divided by the largest reference value, and limit is
+            the largest difference, error is its ratio to the reference (checks.parity.compare.Finding), and limit is
             the largest error that passes. Values that are not finite are None.
         plan: One mapping per table: {table, sharding_type, compute_kernel, ranks (list of ranks with the table)}.
         path: Folder that contains check.json.
@@ -79,7 +79,7 @@ class CheckResult:
 
     @property
     def worst(self) -> dict[str, dict[str, Any]]:
-        """Return check → its comparison with the largest error; an error that is not finite (None) is the largest."""
+        """Return check → its comparison with the largest or non-finite error; omit checks without comparisons."""
         groups = {c: [f for f in self.findings if f["check"] == c] for c in CHECK_LABELS}
         return {
             check: max(findings, key=lambda f: float("inf") if f["error"] is None else f["error"])
@@ -105,8 +105,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
         CheckResult: All comparisons. A comparison that exceeds its limit does not raise an error.
 
     Raises:
-        ConfigError, SchemaError: The input is invalid, or the MLflow store cannot be opened.
-        RunError: A worker failed, or the folder cannot be created.
+        ConfigError, SchemaError: The input is invalid or does not fit the cluster, or MLflow's store cannot be opened.
+        RunError: Ray cannot be started or joined, a worker failed, or the folder cannot be created.
 
     Example:
         >>> raytrec.check("films.yaml", ["plan.sharding_types=[row_wise]"]).passed

@@ -82,7 +82,7 @@ class RunConsole:
             total: Number of steps in the whole run.
             step: Number of steps that are already complete; more than 0 if the run resumes.
             workers: Number of workers.
-            metrics: Descriptions of the metrics (metrics.selection.describe_metrics), which select the shown values.
+            metrics: Descriptions of the metrics to show (metrics.selection.describe_metrics); None: built-in metrics.
         """
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
@@ -109,7 +109,7 @@ class RunConsole:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """Show that a checkpoint has been written; show nothing if `error` is set, because a warning reports it."""
+        """Print, unless stderr is a terminal, that a checkpoint has been written; print nothing if `error` is set."""
         self._unsaved_step = step if error else None
         if not error:
             self._plain(f"step {step}: checkpoint saved", always=False)
@@ -206,7 +206,7 @@ class Result:
 
 
 def print_summary(summary: Result) -> None:
-    """Print a table of the metrics to stdout, then tables of slices, the use of time and the next steps."""
+    """Print the metrics, slices, use of time and next steps to stdout; in a job's log, also the metrics as JSON."""
     console, table = open_console(), Table(show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

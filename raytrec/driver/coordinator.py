@@ -2,8 +2,9 @@
 
 Every rank sends a heartbeat each half second (less often beyond 256 ranks, so that one actor can reply to all).
 A heartbeat contains the rank's step, its phase, and its ticks, a counter that increases whenever the rank makes
-progress. The reply is the current command. A rank without heartbeats has died, hangs or is disconnected; ranks with
-heartbeats but without progress wait for one another. The coordinator reports both cases in one sentence.
+progress. The reply is the current command. A rank without heartbeats has died, hangs or is disconnected. If ranks send
+heartbeats but make no progress, one is stuck, or all wait for one another. The coordinator reports each case in one
+sentence.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class Progress(NamedTuple):
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Return a key that sorts the rank that is furthest behind first; the progress of GPUs breaks ties."""
+        """Return a key that sorts the rank furthest behind first; `waiting` (False first) and GPUs break ties."""
         step, phase = self.unfinished or (inf, "")
         place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
@@ -87,8 +88,8 @@ class RankState:
         node: Address of the rank's node.
         node_id: Ray's id of that node.
         progress: Progress in the last heartbeat.
-        last_heartbeat_at: Time of the last heartbeat (monotonic, in seconds).
-        last_progress_at: Time of the last heartbeat with a new number of ticks (monotonic, in seconds).
+        last_heartbeat_at: Time of the last heartbeat (monotonic, in seconds); at first, time of the registration.
+        last_progress_at: Time of the last heartbeat with a new number of ticks; at first, as last_heartbeat_at.
     """
 
     rank: int
@@ -107,8 +108,9 @@ class Coordinator:
     """Coordinator of a run, started as a Ray actor by `start_coordinator`.
 
     Args:
-        hang_timeout_s: Seconds without progress in training steps after which the worker group is aborted.
-        patience_s: Seconds without progress in one of SLOW_PHASES after which the worker group is aborted.
+        hang_timeout_s: Seconds without progress of any rank after which the worker group is aborted in training steps,
+            and in every phase if a rank sends no heartbeats.
+        patience_s: Seconds without progress of any rank after which the worker group is aborted in SLOW_PHASES.
         again: Function that returns True if this actor replaces an actor whose process has ended. The earlier
             actor's state is lost: ranks learn that their group is unknown, end, and are restarted.
     """
@@ -175,7 +177,7 @@ class Coordinator:
         waiting: bool,
         unfinished: tuple[int, str] | None = None,
     ) -> int:
-        """Record a rank's heartbeat (Progress). Return the current command, or ABORT if its group has failed."""
+        """Record a rank's heartbeat (Progress). Return the command; ABORT for a rank outside of the current group."""
         member = self._members.get(rank)
         if attempt != self._attempt or member is None:
             return Command.ABORT
@@ -203,7 +205,7 @@ class Coordinator:
             self._report_event("asked", command=self._command.name, reason=reason)
 
     async def step(self) -> int:
-        """Return the highest step that a rank of the last group has reported; 0 without ranks."""
+        """Return the highest step that the last group's current ranks have reported; 0 without ranks."""
         return max((m.progress.step for m in self._members.values()), default=0)
 
     async def waiting(self, room: int, least: int) -> None:
@@ -311,7 +313,7 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
 
 
 def fetch(method: Any, default: Any) -> Any:
-    """Call a method of the coordinator. Return its result, or `default` if it does not respond within 10 s."""
+    """Call a method of the coordinator. Return its result, or `default` on an error of Ray or after 10 s."""
     import ray
 
     try:

@@ -10,6 +10,7 @@ from typing import Literal
 from raytrec.checkpoint.index import INDEX, read_index
 from raytrec.checkpoint.rows import parse_stored_schema
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.formatting import format_count
 from raytrec.common.storage import get_sibling, split_query
 from raytrec.config.features import resolve_features, resolve_input_columns, select_needed_transforms
 from raytrec.config.run_config import RunConfig
@@ -86,10 +87,10 @@ def open_inputs(
 def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
     """Return the run's schema without candidates, for predictions, indexes and exports, which score rows one by one.
 
-    The function reads the types of the candidates' columns from the footer of the first file in `places`.
+    If the schema has candidates, the types of their columns are read from the footer of the first file in `places`.
 
     Raises:
-        DataError: A column of the first file contains lists of candidates.
+        DataError: A column of the first file contains lists of candidates, or there is no readable file.
     """
     if not schema.candidates:
         return schema
@@ -104,7 +105,7 @@ def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]
                 f"column '{name}' contains lists of candidates",
                 where=join_folder_names(places),
                 expected="one row for each candidate, because scores and vectors are computed row by row",
-                do="pass one row per candidate with --data; candidates in schema.yaml are for training only",
+                do="pass files with one row per candidate; candidates in schema.yaml are for training only",
             )
     return schema.model_copy(update={"candidates": []})
 
@@ -155,7 +156,8 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
                 f"feature {feature} contains lists of ids, whose vectors are pooled before they reach the model",
                 where="model.lookup_l2",
                 expected="tables of features with one id per row, or of sequences that are read id by id",
-                do="set model.lookup_l2={TABLE: …} for other tables only, or use weight_decay for this table",
+                do="set model.lookup_l2={TABLE: …} without the table of this feature, "
+                f"{schema.sparse[feature].table}, or use weight_decay for the table",
             )
 
 
@@ -169,13 +171,15 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
     rows = max(1, min(config.data.global_batch_size, train.rows))
     for feature, count in train.form.full_vocabulary_features.items():
         per_row, read_ids = -(-count // rows), sequences.get(feature, 1)
+        is_negatives = getattr(config.model, "negatives", None) == feature
         if per_row > read_ids:
             raise ConfigError(
                 f"each row gets {per_row} ids of {feature} ({count:,} ids ÷ {rows:,} rows per global batch), "
                 f"but the model reads at most {read_ids} per row",
-                where=f"model.max_negatives, data.transforms, do: sample, column: {feature}",
+                where=f"data.transforms, do: sample, column: {schema.get_ids_column(feature)}, count: all",
                 expected=f"a model that reads at least {per_row} ids per row",
-                do=f"set model.max_negatives={per_row}, or a larger data.global_batch_size",
+                do=(f"set model.max_negatives={per_row}" if is_negatives else f"set count: {read_ids} in the transform")
+                + ", or a larger data.global_batch_size",
             )
 
 
@@ -221,7 +225,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
-            f"data.train has {rows:,} rows, fewer than one global batch, and data.drop_last drops them",
+            f"data.train has {format_count(rows, 'row')}, fewer than one global batch, and data.drop_last drops them",
             where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
             expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
             do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",
@@ -295,7 +299,9 @@ def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
             f"no row can be used for task {task}: {why}",
             where=f"tasks, {dataset.uri}",
             expected="rows that the task learns from" if to_train else "rows that a metric can use",
-            do="correct the task's label, mask or sample_weight, or the data; or remove the task",
+            do="correct the task's label, mask or sample_weight, or the data; or remove the task"
+            if to_train
+            else "use data in which the task's label, mask and sample_weight leave rows",
         )
 
 
@@ -307,7 +313,7 @@ def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> No
 
 
 def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Record files that data.on_error=skip skips in skipped.jsonl of a folder, and return a warning for each file."""
+    """Record in skipped.jsonl of a folder which files data.on_error=skip skips, and return a warning for each file."""
     faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:

@@ -23,7 +23,7 @@ EXPORT_POLL_INTERVAL_S = 0.2
 
 
 class DeltaExports:
-    """Exporter that writes full exports of checkpoints to export.deltas.to, one per export.deltas.full_every deltas.
+    """Exporter of full models to export.deltas.to, at the first delta and then every export.deltas.full_every deltas.
 
     One child process at a time runs `raytrec export`. Without export.deltas, nothing is exported.
 
@@ -32,8 +32,8 @@ class DeltaExports:
         warn: Function called with warnings for the user.
 
     Raises:
-        ConfigError: The folder belongs to another run, or is the run or checkpoint folder of this run.
-        RunError: The folder cannot be written.
+        ConfigError: The folder contains deltas of another or an unknown run, or is the run or checkpoint folder.
+        RunError: The folder cannot be read or written.
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):

@@ -107,7 +107,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a driver record is alive, False if not, and None if it is on another host."""
+    """Return True if the process of a driver record is alive, False if not; None for another host or no record ({})."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))
@@ -216,7 +216,7 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
                 f"the folder is already in use by {holder}",
                 where=str(folder),
                 expected="one raytrec command per folder at a time",
-                do="wait until the other command ends, stop it, or choose another run.name or run.dir",
+                do="wait until the other command ends, or stop it; for a new run, choose another run.name or run.dir",
             )
         if not is_reported:
             report(f"waiting for {holder} to release {folder}")

@@ -76,14 +76,14 @@ def load_evaluation_config(
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
-        ConfigError, SchemaError: An override is invalid, or would change the model.
+        ConfigError, SchemaError: An override is invalid or would change the model, or code is not allowed.
     """
     of_tables = [override for override in overrides if override.startswith("tables.")]
     of_sections = [override for override in overrides if override not in of_tables]
     for override in of_sections:
         if get_section_name(override) not in OVERRIDABLE_SECTIONS:
             raise ConfigError(
-                f"'{override}' does not apply to an evaluation",
+                f"'{override}' does not apply to a trained model",
                 where="command line, --set",
                 expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{OUT_OF_RANGE_KEY}; "
                 "the model cannot be changed",
@@ -101,14 +101,14 @@ def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> N
     pattern, _, setting = key.removeprefix("tables.").rpartition(".")
     if setting != OUT_OF_RANGE_KEY:
         raise ConfigError(
-            f"'{override}' cannot be set for an evaluation",
+            f"'{override}' does not apply to a trained model",
             where="command line, --set",
-            expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; the weights determine the size of a table",
+            expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; a table's other settings are fixed",
         )
     matches = [table for table in tables if fnmatchcase(table, pattern)]
     if not matches:
         raise ConfigError(
-            f"there is no table '{pattern}'",
+            f"no table has a name that matches '{pattern}'",
             where=f"command line, --set {override}",
             expected=f"one of {', '.join(tables)}, or a pattern such as '*'",
         )
@@ -142,8 +142,8 @@ def evaluate(
         Result: eval.* metrics, world_size, skipped_files, seconds and name; the path of the checkpoint.
 
     Raises:
-        RunError: There is no checkpoint in `place`, or a worker failed.
-        ConfigError, SchemaError, DataError: The input is invalid, or an override would change the model.
+        RunError: There is no checkpoint in `place`, Ray cannot be started or joined, or a worker failed.
+        ConfigError, SchemaError, DataError: The input is invalid, names code that is not allowed, or changes the model.
         CheckpointError: The checkpoint is damaged.
 
     Example:
@@ -193,9 +193,10 @@ def resolve_checkpoint(
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
-        ConfigError, SchemaError: `checkpoint` has another value, or a change is invalid or would change the model.
-        RunError: There is no such checkpoint.
-        CheckpointError: The index of the checkpoint is damaged.
+        ConfigError, SchemaError: `checkpoint` has another value, a change is invalid or would change the model, the
+            configuration names code that is not allowed, or no metric can rank checkpoints ("best").
+        RunError: There is no such checkpoint, or no checkpoint has the metric ("best").
+        CheckpointError: The index of the checkpoint is damaged, or the checkpoint is not from a training run.
     """
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
@@ -234,10 +235,10 @@ def convert(
         Path or URI of the new checkpoint, and a line for the user about each converted table.
 
     Raises:
-        RunError: There is no checkpoint in `place`.
-        ConfigError, SchemaError: A table does not exist or cannot be converted to its kind, or `out` already
-            contains a checkpoint.
-        CheckpointError: The checkpoint is damaged, or the storage is full.
+        RunError: There is no such checkpoint in `place`.
+        ConfigError, SchemaError: As in `resolve_checkpoint`; a text in `tables` is invalid, a table does not exist, is
+            named twice or cannot be converted to its kind, or `out` already contains a checkpoint.
+        CheckpointError: The checkpoint is damaged, or the new checkpoint cannot be written.
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
@@ -282,15 +283,16 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
         return convert_table(name, table)
     rows = kind.partition(":")[2].replace("_", "")
     if not rows.isdecimal() or not 0 < int(rows) < 2**62:
-        raise ConfigError(f"--table {name}={kind} is invalid", expected="resize:ROWS, such as resize:100000")
+        raise ConfigError(f"--table {name}={kind} is invalid", expected="ROWS from 1 to 2⁶²-1, as in resize:100000")
     return resize_table(folder, index, name, table, int(rows))
 
 
 def read_run_schema(place: str | Path) -> Schema:
-    """Return the schema of a run, whose statistics of ids per row are replaced by those that its ranks recorded.
+    """Return a run's schema with the mean numbers of ids per row, by table, that the run's ranks have recorded.
 
     Raises:
         RunError: The folder contains no run, or its ranks have not recorded any lookups.
+        ConfigError, SchemaError: The configuration or schema in the folder is invalid.
     """
     folder = check_run_folder(place)
     config, schema = load_config(str(folder / CONFIG)), load_stored_schema(folder)

@@ -118,7 +118,7 @@ def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> Rayt
     """Write the traceback of an error of Ray Train to error.txt, and return an error that states the cause to the user.
 
     If the root cause is a RaytrecError, it is returned. Otherwise, a RunError is returned. It contains `sentence`,
-    the cause found by the coordinator, or, if `sentence` is empty, the main line of the root cause.
+    the cause found by the coordinator, or, if `sentence` is empty, the main line or class name of the root cause.
     """
     cause = get_root_cause(error)
     where = write_traceback(error, config)

@@ -50,12 +50,13 @@ def check_item_keys(items: Dataset, column: str) -> None:
         DataError: The key comes from folder names, or an item has no key or the key of an earlier item. For an item,
             the error names the file, row group and row.
     """
+    option = items.form.plan.reserved.named_by.get(column, "eval.retrieval.item")
     if column in items.form.from_folders:
         raise DataError(
             f"the item key '{column}' comes from the names of the folders, not from a column",
             where=items.uri,
             expected="a column with a unique key for each item",
-            do="choose another column (eval.retrieval.item, or --item)",
+            do=f"choose another column ({option})",
         )
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
@@ -68,7 +69,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
             f"the items contain {format_count(len(duplicates), 'duplicate key')}",
             where=_place(items, column, int(duplicates.min())),
             expected="one row for each item",
-            do="remove the duplicates, or choose another column of keys (eval.retrieval.item, or --item)",
+            do=f"remove the duplicates, or choose another column of keys ({option})",
         )
 
 
@@ -106,7 +107,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     The features of a row name items as well: its target item, and histories that look up the same table. The relevant
     items include the target item, and seen items usually include most of a history. The check counts how many of
     these items a column contains, if its values are taken as values of each column of the items. It rejects a column
-    that matches another column of the items, and not the key.
+    that matches another column of the items, and not the key. If no id feature is unique per item, nothing is checked.
 
     Args:
         section: Section eval.retrieval of the run.

@@ -176,9 +176,9 @@ def run_group(
 def compute_collective_timeout(config: RunConfig, device: str) -> int:
     """Return the timeout of a collective between workers on a device (cpu or cuda), in seconds.
 
-    After its timeout, NCCL ends the waiting process, which would then seem to have failed by itself. With NCCL, the
-    timeout is therefore longer, so that the coordinator first reports the rank for which the others wait. Gloo raises
-    an error instead.
+    By default, torch ends a process that waits in NCCL until the timeout, and the process would seem to have failed by
+    itself. With NCCL, the timeout is therefore longer, so that the coordinator first reports the rank for which the
+    others wait. Gloo raises an error instead.
     """
     return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 
@@ -194,7 +194,7 @@ RAY_TRAIN_ENV = {HEALTH_CHECK_INTERVAL_S: "0.5", WORKER_GROUP_START_TIMEOUT_S: "
 def _make_ray_run_config(folder: str) -> Any:
     """Return a configuration of Ray Train that stores its files in `folder`, a path or URI.
 
-    For a run that saves, `folder` contains the checkpoints, because Ray Train accepts no others. The snapshot that
+    For a run that saves, `folder` contains the checkpoints: Ray Train accepts only checkpoints in it. The snapshot that
     Ray Train wrote for an earlier driver is removed, because an incomplete snapshot would prevent the start.
     raytrec does not need the snapshot: checkpoint.files finds the newest checkpoint.
     """
@@ -228,15 +228,15 @@ class Interrupted(KeyboardInterrupt):
 class StopSignalHandler(AbstractContextManager):
     """Handler of Ctrl-C and SIGTERM: the first signal asks the group to save and end, the second ends it at once.
 
-    It replaces the handler of Ray Train 2.60, which ends the workers and then the process without a message.
-    Leaving the context restores the earlier handlers.
+    A signal within DUPLICATE_SIGNAL_WINDOW_S of the last one is ignored. Ray Train 2.60's own handler, which is
+    replaced, ends the workers and then the process without a message. Leaving the context restores earlier handlers.
 
     Args:
         coordinator: Coordinator of the run.
-        patience_s: Seconds to wait after the first signal before the group is ended; 0: end it at once.
+        patience_s: Seconds after the first signal until the group is ended; 0: the first signal ends it at once.
 
     Attributes:
-        signal: Number of the last signal; None if no signal has been received.
+        signal: Number of the last signal that was not ignored; None before the first signal.
     """
 
     def __init__(self, coordinator: Any, patience_s: float):

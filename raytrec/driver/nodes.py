@@ -124,7 +124,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     if grows and not nodes and scaling.device == "auto":
         raise ConfigError(
             "the cluster currently has no GPUs, but its autoscaler may start nodes with GPUs",
-            where="scaling.device=auto",
+            where="scaling.device=auto (the default)",
             expected="cuda or cpu, so that the autoscaler starts nodes of the right kind",
             do="set scaling.device=cuda, or scaling.device=cpu",
         )
@@ -144,10 +144,11 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
+        why = "torch is built for CPUs" if nodes else "the cluster has no GPUs"
         raise ConfigError(
-            "CUDA graphs require GPUs, but training runs on CPUs",
+            f"CUDA graphs require GPUs, but {'scaling.device is cpu' if scaling.device == 'cpu' else why}",
             where="train.compile=graphs",
-            expected="GPUs that Ray detects, and the packages for GPUs",
+            expected="training on GPUs, with the packages for GPUs",
             do="set train.compile=true",
         )
     if not grows:  # with an autoscaler, the run waits for new nodes
@@ -168,11 +169,12 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
         ConfigError: The nodes have too few GPUs or CPUs.
     """
     least = config.scaling.min_workers
-    resources = build_worker_bundle(config, device, reads_on_cpu_nodes(config, device))
+    read_elsewhere = reads_on_cpu_nodes(config, device)
+    resources = build_worker_bundle(config, device, read_elsewhere)
     if device == "cuda" and gpus < least:
         raise ConfigError(
             f"the cluster has {format_count(gpus, 'GPU')} for {format_count(least, 'worker')}",
-            where="scaling.num_workers, scaling.device",
+            where="scaling.num_workers, scaling.device" if gpus else "scaling.device=cuda",
             expected="one GPU for each worker",
             do="lower scaling.num_workers, or set scaling.device=cpu" if gpus else "set scaling.device=cpu",
         )
@@ -181,12 +183,14 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
         per_worker = resources["CPU"]
         with_gpus = " with GPUs" if device == "cuda" else ""
         cpus = int(sum(node.get("CPU", 0) for node in nodes if device == "cpu" or node.get("GPU")))
+        own = ["scaling.cpus_per_worker"] + ["data.readers"] * (not read_elsewhere)
+        keys = ["scaling.num_workers"] * (least > 1) + own
         raise ConfigError(
-            f"the nodes{with_gpus} have no room for {format_count(least, 'worker')} and their readers "
-            f"({format_count(cpus, 'CPU')} in total)",
-            where="scaling.num_workers, scaling.cpus_per_worker, data.readers",
-            expected=f"{per_worker:g} CPUs on one node for each worker (scaling.cpus_per_worker plus data.readers)",
-            do="lower scaling.num_workers, scaling.cpus_per_worker or data.readers, or use a larger cluster",
+            f"the nodes{with_gpus} have no room for {format_count(least, 'worker')}"
+            f"{'' if read_elsewhere else ' with readers'} ({format_count(cpus, 'CPU')} in total)",
+            where=", ".join(keys),
+            expected=f"{per_worker:g} CPUs on one node for each worker ({' plus '.join(own)})",
+            do=f"lower {' or '.join(keys)}, or use a larger cluster",
         )
 
 

@@ -48,10 +48,10 @@ class _GpuReservation:
 class GroupFailurePolicy(FailurePolicy):
     """FailurePolicy that restarts a worker group after at most `max_failures` dead processes and exceptions.
 
-    RaytrecErrors end the run at once. Lost nodes and requested restarts are not counted. Two consecutive failures
-    with the same exception at the same step end the run as well, because the exception would recur. Numbers in the
-    two texts may differ, such as a GPU's free memory. GPUs that fail when the group starts are excluded while enough
-    other GPUs remain.
+    RaytrecErrors end the run at once, except that GPUs that fail when the group starts are excluded while enough other
+    GPUs remain. Lost nodes, requested restarts and start failures that Ray Train retries are not counted. Two
+    consecutive failures with the same exception at the same step end the run as well, because the exception would
+    recur. Numbers in the two texts may differ, such as a GPU's free memory.
 
     Args:
         coordinator: Coordinator of the run.
@@ -66,7 +66,7 @@ class GroupFailurePolicy(FailurePolicy):
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
-        """Return RETRY or RAISE for a failure of the group, and report the failure to the coordinator."""
+        """Return RETRY or RAISE for a failure of the group; report all but requested restarts to the coordinator."""
         if isinstance(training_failed_error, ControllerError):
             return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
@@ -105,7 +105,7 @@ class GroupFailurePolicy(FailurePolicy):
         """Reserve a failed GPU, so that workers do not use it until the controller ends. Return True on success.
 
         Ray cannot remove a GPU from a node, so an actor reserves it. Return False if the run needs all GPUs, or
-        if the GPU is not released within GPU_RELEASE_TIMEOUT_S.
+        if the GPU cannot be reserved within GPU_RELEASE_TIMEOUT_S.
         """
         gpus = sum(node["Resources"].get("GPU", 0) for node in list_alive_nodes())
         if gpus - len(self._reserved) - 1 < self._min_workers and not has_autoscaler():
@@ -151,7 +151,7 @@ class NodeCapacityPolicy(RequestingPolicy):
         self._reported, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
-        """Return a ResizeDecision that starts the group, or a NoopDecision while there is too little room."""
+        """Return a decision to start the group, or to wait for room (after a failure, about OLD_GROUP_TIMEOUT_S)."""
         self.request_resources()
         is_first, now = not self._asked_for, monotonic()
         self._since = self._since or now

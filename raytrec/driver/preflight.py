@@ -45,7 +45,8 @@ def check_plan(plan: RunPlan) -> list[str]:
     """Check that a planned run can work, and return warnings for the user.
 
     Raises:
-        ConfigError, SchemaError: As in `check_fit`, or the weights of warm_start.from do not fit the model.
+        ConfigError, SchemaError: As in `check_fit`, or the checkpoint in warm_start.from does not fit the model.
+        RunError, CheckpointError: The checkpoint in warm_start.from is missing or damaged.
         DataError: As in `check_constant_labels`.
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
@@ -76,10 +77,11 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
             fit into its memory, and whether it has the compiler that train.compile needs.
 
     Raises:
-        ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; plan.tables or
-            optim.tables name tables that the schema lacks; kernels do not support the weight decay;
-            train.compile lacks a compiler, or is graphs although batch sizes vary; the tables do not fit on
-            this machine; or tracking.uri is not the address of an MLflow store.
+        ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; a setting does not support
+            candidates; sampled ids are out of range; a column of groups is not in data.reserve_columns; plan.tables or
+            optim.tables name tables that the schema lacks; kernels do not support the weight decay; train.compile
+            lacks a compiler, or is graphs although batch sizes vary; the tables do not fit on this machine; or
+            tracking.uri is not the address of an MLflow store.
     """
     # scaling.device=auto counts as cpu here; nodes.check_constraints repeats the check once the device is known.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
@@ -156,12 +158,12 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
                     f"ids up to {rows - 1:,} are sampled for {feature}, but table {name} has {size}",
                     where=key,
                     expected=f"at most {table.rows:,}",
-                    do="remove rows: the default is the number of rows of the table",
+                    do=f"remove {key}, whose default is the number of rows of the table",
                 )
             if rows < table.rows:
                 lines.append(
                     f"{key} is {rows:,}, but table {name} has {size}: ids from {rows:,} on are never "
-                    "sampled; remove rows to sample all ids"
+                    "sampled; remove the key rows to sample all ids"
                 )
     return list(dict.fromkeys(lines))  # features may share a table
 
@@ -208,6 +210,9 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
         config: Configuration of the run.
         schema: Schema of the run.
         steps: Number of steps of the whole run.
+
+    Raises:
+        ConfigError: As in `check_sampled_ids`.
     """
     lines = check_sampled_ids(config, schema)
     schedule = config.optim.schedule
@@ -223,8 +228,8 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
         if (earliest := every * (1 if is_single else 1 + (stopping.patience or 0))) >= steps:
             lines.append(
                 f"train.early_stopping has no effect: training could end at step {earliest:,} at the earliest, but the "
-                f"run has {format_count(steps, 'step')}; lower train.eval_every_steps={every}"
-                + ("" if is_single else " or train.early_stopping.patience")
+                f"run has {format_count(steps, 'step')}; set train.eval_every_steps below {every:,}"
+                + ("" if is_single else ", or lower train.early_stopping.patience")
             )
     return lines
 
@@ -283,6 +288,7 @@ def plan(
 
     Raises:
         ConfigError, SchemaError: The input is invalid.
+        RunError: There is no checkpoint in warm_start.from.
     """
     from raytrec.worker.build import build_unsharded
 

@@ -87,12 +87,12 @@ def resolve_config(
         overrides: `section.key=value` strings.
         start_from: Run or checkpoint folder that provides the initial weights (warm_start.from).
         resume: Folder of an interrupted run to resume.
-        resume_latest: True to resume the newest interrupted run of the same config and data, if there is one.
+        resume_latest: True to resume the newest interrupted run of the same config and data, if any; needs `source`.
         allow_code: True if a configuration that is not the user's own may name code (config/trust.py).
 
     Raises:
         ConfigError: The input is invalid.
-        RunError: The run to resume does not exist, or has finished.
+        RunError: The run to resume does not exist or has finished, or there is no checkpoint to start from.
     """
     if not resume and source is None:
         config, name = load_checkpoint_config(start_from, overrides, allow_code=allow_code)
@@ -193,7 +193,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         )
     with convert_os_errors(
         "cannot access the checkpoint folder",
-        where=f"checkpoint.dir={config.checkpoint_root}",
+        where=config.checkpoint_root,
         expected="storage that is reachable and grants this user access",
     ):
         saved_steps = steps(config.checkpoint_root)

@@ -59,8 +59,8 @@ class Watch:
     def reading(self, coordinator: Any) -> Iterator[None]:
         """Read the coordinator's messages in a thread while the block runs, then the rest, and end the coordinator.
 
-        Every Ray call of the thread has a short timeout. If Ray is shut down after one of its processes was lost,
-        a thread that is still in a call would crash the driver.
+        After a RayLost, the rest is not read. Every Ray call of the thread has a short timeout: a thread that is still
+        in a call when Ray is shut down after the loss of one of its processes would crash the driver.
         """
         import ray
 
@@ -172,7 +172,7 @@ class Record:
             self._warn(missing)
 
     def store_message(self, message: Message) -> None:
-        """Write one message to its file, and warn the user if a rank's timings show a performance problem."""
+        """Write one message to its file, and the plan in a Start to plan.json; warn about performance problems."""
         if message.FILE and message.values().get("unix_s") is None:
             message = replace(message, unix_s=time())  # type: ignore[call-arg]
         if message.FILE:
@@ -202,7 +202,7 @@ class Record:
                 self._warn(sentence)
 
     def _append(self, message: Message) -> None:
-        """Append a message to its file in the run folder as a line of JSON; NaN becomes null."""
+        """Append a message to its file as a line of JSON; NaN and infinity become null, and secrets are hidden."""
         self._journal.add(message.FILE, hide_all(null_nonfinite(message.line())))
 
 

@@ -40,7 +40,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
 
     Raises:
         RunError: The folder contains no run, or a finished run.
-        ConfigError: A change is not permitted, or the configuration names code that is not allowed.
+        ConfigError: A change is invalid or not permitted, or the configuration names code that is not allowed.
     """
     folder = Path(make_absolute(str(place)))
     file = folder / "config.yaml"
@@ -155,7 +155,7 @@ def check_same_data(
         file = folder / SCHEMA
         raise ConfigError(
             "the schema has changed since the run started",
-            where=f"data.schema, {file}",
+            where=f"the current schema, compared with {file}",
             expected="the schema that the run started with",
             do=f"set data.schema={file}",
         )
@@ -243,6 +243,7 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
     Raises:
         ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
             not allow, or warm_start.optimizer is set and the checkpoint's optimizers differ.
+        RunError, CheckpointError: The checkpoint is missing or damaged.
     """
     index = find(config.warm_start.from_)[1]
     about = index["about"]
@@ -287,7 +288,7 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
     for part, new in _select_dense_parts(schema).items():
         if new != old_parts[part]:
             raise SchemaError(
-                f"{part} in the schema is {new}, but {old_parts[part]} in the checkpoint",
+                f"the schema's {part} entry is {new}, but the checkpoint's is {old_parts[part]}",
                 where=where,
                 expected="the labels, dense columns and sparse features of the checkpoint's schema",
                 do="train with the checkpoint's schema" + hint,

@@ -67,7 +67,7 @@ def train(
         overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
         start_from: Run or checkpoint folder that provides the initial weights (warm_start.from).
         resume: Folder of an interrupted run to resume.
-        resume_latest: True to resume the newest interrupted run of the same config and data, if there is one.
+        resume_latest: True to resume the newest interrupted run of the same config and data, if any; needs `source`.
         allow_code: True if a config from a URI, `start_from` or another user's run may name code
             (raytrec/config/trust.py).
 
@@ -76,8 +76,9 @@ def train(
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before or during training.
-        RunError: The run folder cannot be used, the run to resume has finished or does not exist, or workers failed
-            more often than scaling.max_failures or in a way that would recur (traceback in error.txt).
+        RunError: The run folder cannot be used, `start_from` contains no checkpoint, the run to resume has finished or
+            does not exist, Ray cannot be started or joined, or workers failed more often than scaling.max_failures
+            or in a way that would recur (traceback in error.txt).
         Interrupted: Ctrl-C or SIGTERM ended the run, which can be resumed.
         Unfinished: The trained model or the result could not be written, or the MLflow store could not be opened.
 

@@ -30,7 +30,7 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 
 
 def start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
-    """Start `raytrec` at low priority, and return its process; this process's variables precede `environment`."""
+    """Start `raytrec` at low priority, and return its process; variables that are set here override `environment`."""
     process = Popen(
         # --allow-code: this process has already accepted the code of the configuration.
         [sys.executable, "-P", "-m", "raytrec", *arguments, "--allow-code"],
@@ -173,7 +173,7 @@ def track(run: str | Path, allow_code: bool = False, follow: bool = False) -> Ru
         Configuration of the run.
 
     Raises:
-        RunError: The folder contains no run, another process uses it, or MLflow does not accept all records.
+        RunError: The folder contains no run, is not writable or is in use, or MLflow does not accept all records.
         ConfigError: tracking.enabled is false, the configuration names code that is not allowed, or the store cannot
             be opened.
     """

@@ -368,7 +368,7 @@ def test_bad_values_in_footers_are_reported_before_start(tmp_path):
 
 @pytest.mark.slow
 def test_run_rejects_more_workers_than_cpus(tiny_data, tmp_path):
-    with pytest.raises(ConfigError, match=r"no room for 6 workers and their readers \(\d+ CPUs"):
+    with pytest.raises(ConfigError, match=r"no room for 6 workers with readers \(\d+ CPUs"):
         driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__num_workers=6))
 
 

@@ -121,10 +121,10 @@ def test_evaluation_accepts_applicable_overrides():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("model.top_mlp=[3]", "does not apply to an evaluation"),
+        ("model.top_mlp=[3]", "does not apply to a trained model"),
         ("run.dir=/x", "does not apply"),
-        ("tables.user.rows=50", r"cannot be set.*\n.*\n.*the weights determine the size of a table"),
-        ("tables.usr.out_of_range=hash", "there is no table 'usr'"),
+        ("tables.user.rows=50", r"does not apply.*\n.*\n.*a table's other settings are fixed"),
+        ("tables.usr.out_of_range=hash", "no table has a name that matches 'usr'"),
         ("tables.user.out_of_range=drop", "out_of_range"),
         ("data.on_eror=skip", "did you mean data.on_error"),
         ("nonsense", "does not apply|not an override"),

@@ -58,7 +58,7 @@ def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, c
 def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     values = settings()
     values.train.compile = "graphs"
-    with pytest.raises(ConfigError, match="training runs on CPUs") as error:
+    with pytest.raises(ConfigError, match="CUDA graphs require GPUs, but torch is built for CPUs") as error:
         nodes.choose_device(values, nodes.list_gpu_nodes(), console)
     assert error.value.do == "set train.compile=true"
 
@@ -104,9 +104,9 @@ def test_choose_device_ignores_unresponsive_nodes(ray_with_gpus, console):
     "device,workers,readers,message",
     [
         ("cuda", 3, 1, "the cluster has 2 GPUs for 3 workers"),
-        ("cuda", 2, 3, r"the nodes with GPUs have no room for 2 workers and their readers \(6 CPUs in total\)"),
+        ("cuda", 2, 3, r"the nodes with GPUs have no room for 2 workers with readers \(6 CPUs in total\)"),
         ("cuda", 2, 2, None),
-        ("cpu", 2, 3, r"no room for 2 workers and their readers \(6 CPUs in total\)"),
+        ("cpu", 2, 3, r"no room for 2 workers with readers \(6 CPUs in total\)"),
     ],
 )
 def test_capacity_check_includes_readers(ray_with_gpus, device, workers, readers, message):

@@ -210,7 +210,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
     refused(ConfigError, "different --columns: row", "choose another --out", columns=["row", "price"])
     refused(ConfigError, "contains predictions of checkpoint", "step-0000000020", checkpoint=10)
     refused(ConfigError, "tables.user.out_of_range=hash", overrides=["tables.user.out_of_range=clamp"])
-    refused(ConfigError, "does not apply to an evaluation", overrides=["model.top_mlp=[3]"])
+    refused(ConfigError, "does not apply to a trained model", overrides=["model.top_mlp=[3]"])
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.csv").write_text("a")
     refused(DataError, "no Parquet files", data=tmp_path / "text")
