@@ -108,8 +108,8 @@ def choose_fused_option(weights: Iterable[torch.Tensor]) -> bool | None:
 def _choose_one_pass(config: EmbeddingOptim, weights: Iterable[torch.Tensor]) -> dict[str, bool]:
     """Return {"fused": True}, with which torch updates tables on CPU in one pass, or {} if unsupported.
 
-    The option is supported for float32 tables on CPU whose optimizer has no FBGEMM kernel on CPU. One pass reads
-    and writes weights, gradients and state together; otherwise, Adam takes 6 passes.
+    The option is supported for float32 tables on CPU if the torch class has it and FBGEMM has no CPU kernel for the
+    optimizer. One pass reads and writes weights, gradients and state together; otherwise, Adam takes 6 passes.
     """
     optimizer = find_optimizer(config.name)
     is_supported = "cpu" not in optimizer.devices and "fused" in signature(optimizer.torch_class()).parameters

@@ -33,7 +33,8 @@ class Shard:
         rows: Range of table rows.
         columns: Range of table columns.
         values: Live weights or state on the rank that holds the shard; writing to them changes the model.
-            Weights are [rows, columns]; state with one value per row is [rows]. None on other ranks.
+            Weights are [rows, columns]; state with one value per row is [rows]. None on other ranks, and
+            for state that does not exist because the shard is empty.
         cache: Cache of a kernel that keeps some rows on the GPU (fused_uvm_caching) or in memory
             (fused_mmap), or None. The current values of cached rows are in the cache: `read` returns them,
             whereas `values` contains them only after a flush.

@@ -135,6 +135,7 @@ class GroupRows(BoundedRows):
 
     A row takes 20 bytes, or 28 with its item. If there are more than `exact_rows` rows in memory, they are appended to
     unnamed temporary files, one per column, which the system deletes when the process ends.
+    `add` and `groups` raise RunError if a file cannot be written.
 
     Args:
         predict: Function of the task that converts logits to predictions.

@@ -42,6 +42,9 @@ class DIEN(nn.Module):
             sequence in addition to the negatives.
         config: Target, negatives, α, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
+
+    Raises:
+        ConfigError: The schema has no sequence, or the target does not exist or is ambiguous.
     """
 
     def __init__(self, schema: Schema, config: DienSection, outputs: int = 1):

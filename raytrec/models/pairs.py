@@ -34,6 +34,9 @@ class TwoTower(nn.Module):
         config: Features and sizes of the towers, negatives and loss settings.
         outputs: Number of logits per row.
         vectors: True to also return query and item vectors.
+
+    Raises:
+        ConfigError: A feature is in neither or both towers, or a pattern matches no feature.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):

@@ -56,6 +56,9 @@ class DIN(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
+
+    Raises:
+        ConfigError: The schema has no sequence, or the target does not exist or is ambiguous.
     """
 
     def __init__(self, schema: Schema, config: DinSection, outputs: int = 1):
@@ -172,6 +175,9 @@ class BST(nn.Module):
             sequence; each sequence has the dim of its target.
         config: Target, layer sizes, heads and dropout.
         outputs: Number of logits per row; all layers except the last are shared.
+
+    Raises:
+        ConfigError: The schema has no sequence, or the target does not exist or is ambiguous.
     """
 
     def __init__(self, schema: Schema, config: BstSection, outputs: int = 1):

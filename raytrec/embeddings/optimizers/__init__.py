@@ -84,7 +84,7 @@ class TableOptimizer(ABC):
         lr: float,
         eps: float,
     ) -> None:
-        """Apply one update in place, following the definition of the optimizer.
+        """Apply one update in place, following the definition of the optimizer without weight decay.
 
         The parity check compares kernels and `torch_class` with this method.
 

@@ -212,10 +212,7 @@ class Calibration(SumMetric):
 
     @staticmethod
     def counts(sums: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return {POSITIVES: n}, the weighted sum of labels.
-
-        For labels 0 and 1 and weights of 1, the relative standard error of the ratio is at most about 1 ÷ √n.
-        """
+        """Return {POSITIVES: n}, the weighted sum of labels; the ratio is less reliable the smaller n is."""
         return {POSITIVES: sums["calibration_denom"]}
 
 
