@@ -169,7 +169,7 @@ class Assembler:
     def _allocate(self, shape: int | tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, np.ndarray]:
         """Return an uninitialized tensor and a NumPy array that shares its memory.
 
-        PyTorch's allocator reuses page-locked memory only after pending copies from that memory have finished.
+        PyTorch reuses page-locked memory only after its own pending copies from that memory have finished.
         """
         tensor = torch.empty(shape, dtype=dtype, pin_memory=self._pin_memory)
         return tensor, tensor.numpy()

@@ -51,10 +51,10 @@ class Batch(Pipelineable):
             features]. Counts of a decoded table are in the batch that contains its first row (canonical.py).
             None if no table accepts out-of-range ids.
         task_weights: Factor of each row in each task, float32 [B, T], in the order of the configuration. The
-            factor is the sample weight (raytrec/data/column_conversion.py); 0 for padding, rows without a
-            label of the task and rows that the task's mask excludes. None: `weights` applies to every task.
+            factor is the sample weight, or 1 if the task has none. It is 0 for padding, skipped rows, rows
+            without the task's label and rows that the task masks. None: `weights` applies to every task.
         keys: Group keys of the columns in ReservedColumnSet.keys, int64 [B, K], as computed by
-            `ids.compute_group_keys`. 0 for padding.
+            `ids.compute_group_keys`. 0 for padding and skipped rows.
         reserved: Columns in ReservedColumnSet.columns for the rows whose `weights` are 1, in row order; on
             the host.
         side_features: Sequence that is read id by id and has n side features → float64 [N, n], in the order
@@ -71,7 +71,7 @@ class Batch(Pipelineable):
             computed without waiting for the device. Default: the lengths of `sparse` if `sparse` is on the
             host, else None.
         candidate_counts: Number of candidates of each row, int64 [B], always on the host. Default: computed from
-            `requests`.
+            `requests`; None without `requests`.
     """
 
     dense: torch.Tensor

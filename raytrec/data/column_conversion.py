@@ -32,7 +32,7 @@ class Place:
         group: Index of the row group; None: the rows are not from a file.
         first: Index of the first row in the row group.
         offsets: Index of each row's first candidate, then the total number of candidates, int32 [rows + 1], for a
-            table with one row per candidate.
+            table with one row per candidate; None for other tables.
     """
 
     path: str
@@ -72,7 +72,7 @@ def read_numbers(
         `skips_nulls` is False.
 
     Raises:
-        DataError: A value is infinite, or a value is null or NaN and `skips_nulls` is False.
+        DataError: A value is infinite in `dtype`, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
     if not skips_nulls and (row := find_first_null(array)) is not None:
@@ -80,7 +80,7 @@ def read_numbers(
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
-            expected="a number in every row of a dense column, label or sample weight",
+            expected="a number in every row",
             do=f"{advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
         )
     values, is_present = as_floats(array, dtype), None
@@ -103,7 +103,8 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
         scale: Scale of the column in the schema; None: the numbers are not changed.
 
     Raises:
-        DataError: A value is infinite, or a value is null or NaN and the scale does not replace it.
+        DataError: A value, or its scaled value, is infinite, or a value is null or NaN and the scale does not
+            replace it.
     """
     if scale is None:
         return read_numbers(column, name, place)[0]
@@ -153,7 +154,7 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[in
         raise DataError(
             f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
-            expected="finite numbers",
+            expected=f"finite {values.dtype} numbers",
             do=f"{advise_transform('fill_null', name, value=0) if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
         )
 
@@ -215,8 +216,8 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
             f"label '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
-            do=f"{advise_transform('binarize', name, at_least='NUMBER')}; or learn the number with a regression "
-            f"loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]",
+            do=f"correct the data; or {advise_transform('binarize', name, at_least='NUMBER')}; or learn the number "
+            f"with a regression loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]",
         )
     return values, is_present
 

@@ -34,8 +34,8 @@ from raytrec.data.type_checks import IdKinds, check_present, check_types, compar
 class Split:
     """Subset of a row group: either the rows held out from training or all other rows.
 
-    In each full block of `every` consecutive rows, one row is held out, at a pseudorandom position that
-    depends only on `total` and `every`.
+    In each full block of `every` consecutive rows, one row is held out. The rows are pseudorandom; they depend
+    only on `total` and `every`.
 
     Attributes:
         total: Number of rows in the whole row group.
@@ -171,8 +171,9 @@ def scan(
         trained: Kinds of ids in the training data, which the files must have. None: the most common kinds.
 
     Raises:
-        DataError: There are no files or no rows, a file is damaged, or a column is missing or has a wrong type.
-            With `skip`, errors of single files are returned in Dataset.left_out instead.
+        DataError: There are no files or no rows, a file is damaged, a transform fails, or a column is missing,
+            ambiguous or of a wrong type, or its types in several files are incompatible. With `skip`, errors of single
+            files are returned in Dataset.left_out instead.
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())

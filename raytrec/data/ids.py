@@ -62,10 +62,12 @@ class Feature:
 def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray:
     """Return the ids of a feature with at most one id per row, [n] of any integer type; `no_id` for nulls.
 
-    Ids out of range are hashed or clamped if their table allows it. Whole floats are accepted as ids, NaN as null.
+    Text is hashed. Integers out of range are hashed or clamped if the table allows it; managed ids have no range.
+    Whole floats are accepted as ids, NaN as null.
 
     Raises:
-        DataError: The column contains lists, or an id is fractional, or out of range and rejected by its table.
+        DataError: The column contains lists; a float has a fraction or a magnitude of 2**53 or more; or the table
+            rejects an id out of range.
     """
     array = _read_ids(table, feature)
     if is_list(array.type):
@@ -87,22 +89,23 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
     """Return the ids of a feature as bags, one bag of ids per row, with their weights.
 
     Returns:
-        Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type, hashed or clamped if out of range;
-        weights, float32 [offsets[n]], or None if the feature has no weights. A null row is an empty bag.
+        Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type, as in `read_single_ids`; weights,
+        float32 [offsets[n]], or None if the feature has no weights. A null row is an empty bag.
 
     Raises:
-        DataError: A list contains a null, an id is fractional, or out of range and rejected by its table, or the
-            weights are not one finite number per id.
+        DataError: A list contains a null; a float has a fraction or a magnitude of 2**53 or more; the table rejects
+            an id out of range; or the weights are not one finite number per id.
     """
     offsets, flat = unnest(_read_ids(table, feature))
     spec, rows = feature.spec, make_row_lookup(offsets)
     if (index := find_first_null(flat)) is not None:
+        fill = advise_transform("fill_null", feature.column, value="ID")
+        drop = f"{advise_transform('drop_null', feature.column)}; for candidates, {fill}"
         raise DataError(
             f"feature '{feature.name}' contains a null inside a list",
             where=feature.place.of(feature.column, rows(index)),
             expected="ids; an empty list, or null instead of the list, for a row without ids",
-            do=f"{advise_transform('drop_null', feature.column)}; for ids with weights, side features or candidates, "
-            f"{advise_transform('fill_null', feature.column, value='ID')}",
+            do=fill if spec.weights or spec.side_features else drop,
         )
     ids = _ids(flat, feature, rows)
     if spec.weights is None:
@@ -126,12 +129,13 @@ def _read_ids(table: pa.Table, feature: Feature) -> pa.Array:
     missing = np.isnan(values)
     exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
     if (row := find_first_true(~exact)) is not None:
+        is_large = np.isfinite(values[row]) and values[row] == np.floor(values[row])
+        advice = f"list the column under dense; or {advise_transform('bucketize', feature.column, boundaries='[…]')}"
         raise DataError(
             f"sparse feature '{feature.name}' contains the value {values[row]:.17g}",
             where=feature.place.of(feature.column, row),
             expected="ids; in a column of floats, whole numbers with a magnitude below 2**53",
-            do="list the column under dense; or "
-            f"{advise_transform('bucketize', feature.column, boundaries='[…]')}; or {SKIP_ADVICE}",
+            do=f"{'write the ids as integers' if is_large else advice}; or {SKIP_ADVICE}",
         )
     return pa.array(np.where(missing, 0, values).astype(np.int64), mask=missing)
 
@@ -162,7 +166,7 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
 
 
 def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.ndarray:
-    """Return ids as integers in range; text is hashed to table rows, or to 64 bits if ids are managed.
+    """Return ids as integers that the table accepts; text is hashed to table rows, or to 64 bits if ids are managed.
 
     Args:
         flat: Ids of all rows, integers or text without nulls.
@@ -250,7 +254,7 @@ def hash_integers(ids: np.ndarray, rows: int) -> np.ndarray:
 
 
 def hash_bits(values: np.ndarray) -> np.ndarray:
-    """Return the splitmix64 hash (Steele, Lea, Flood 2014) of each value, uint64 [n]."""
+    """Return the splitmix64 hash (Steele, Lea, Flood 2014) of each value in a uint64 array of any shape."""
     with np.errstate(over="ignore"):
         values = values + np.uint64(0x9E3779B97F4A7C15)
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -277,9 +281,9 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
     """Return the group key of each value, int64 [n]; equal values of a type have equal keys.
 
     Null has the key NULL_KEY. Integers are their own keys (uint64 with the same bits). Booleans have keys 1 and
-    0. The key of a date or time is its integer value in its unit. Text (as UTF-8), bytes and decimals (as text)
-    are hashed by SipHash. Floats are hashed by splitmix64 of their bits, where all NaN are equal and -0.0 equals
-    0.0. The probability of a collision among n hashed values is about n² / 2⁶⁵, e.g. 3e-8 for a million values.
+    0. The key of a date, time or duration is its integer value in its unit. Text (as UTF-8), bytes and decimals (as
+    text) are hashed by SipHash; the probability of a collision among n values is about n² / 2⁶⁵, e.g. 3e-8 for a
+    million. The key of a float is splitmix64 of its float64 bits, where all NaN are equal and -0.0 equals 0.0.
 
     Raises:
         TypeError: The type of the array is not supported.

@@ -79,7 +79,7 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
 
     Raises:
         DataError: A row group cannot be decoded, a transform fails, or a value violates the schema. With
-            `faults.skip`, such rows are empty and marked as not present instead.
+            `faults.skip`, such rows (see `_skip_bad_rows`) are empty and marked as not present instead.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 
@@ -202,7 +202,8 @@ def check_suspect_groups(dataset: Dataset) -> None:
     """Read the first MAX_CHECKED_SUSPECT_GROUPS row groups in Dataset.suspect_groups, to locate forbidden values.
 
     Raises:
-        DataError: A row group contains a forbidden value. The error names the file, row group, column and row.
+        DataError: A row group cannot be decoded, a transform fails, or a value is forbidden. For a forbidden value,
+            the error names the file, row group, column and row.
     """
     for group in dataset.suspect_groups[:MAX_CHECKED_SUSPECT_GROUPS]:
         for _ in read_in_batches(group, dataset.form):

@@ -145,8 +145,8 @@ class Order:
     def pieces(self, dataset: Dataset) -> list[Part]:
         """Return the dataset's row groups in file order, with large row groups cut into pieces.
 
-        Cutting limits the memory and time of a read. The last piece of a row group has 0.5 to 1.5 times as
-        many rows as the others.
+        Cutting limits the memory and time of a read. The last piece of a cut row group has 0.5 to 1.5
+        times as many rows as the others.
         """
         pieces, number, size = [], 0, max(2, self.window) * PAGE_ROWS
         for group in dataset.groups:

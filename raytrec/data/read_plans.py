@@ -39,7 +39,7 @@ class TaskColumn:
 class TaskRows:
     """Rules for the weights of rows in a task.
 
-    Rows without a label and rows excluded by the mask have weight 0; other rows have their sample weight.
+    Rows without a label and rows excluded by a mask have weight 0; other rows have their sample weight or 1.
 
     Attributes:
         label: Label of the task, one of the schema's labels.
@@ -113,8 +113,8 @@ class ReadPlan:
         label_ranges: Label → (smallest, largest) allowed value, or None for any finite number; labels not in
             the mapping must be in [0, 1].
         whole_labels: Labels that must be whole numbers.
-        read_labels: False to read no labels; all labels are then 0.
-        folder: Folder to search for the transforms' modules, in addition to Python's path.
+        read_labels: False to read no labels, masks and sample weights; all labels are then 0.
+        folder: Folder to search for the transforms' modules, in addition to Python's path; None: only the path.
     """
 
     schema: Schema
@@ -266,7 +266,7 @@ class ResolvedReadPlan:
 
     @cached_property
     def full_vocabulary_features(self) -> dict[str, int]:
-        """Return the number of ids of each feature that contains every id once in each global training batch.
+        """Return feature → number of ids, for features that contain every id once in each global training batch.
 
         The transform `sample` with `count: all` writes these features.
         """

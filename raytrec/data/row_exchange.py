@@ -25,13 +25,13 @@ class RowExchange:
     """Collective that moves the rows of a global batch to the ranks that `assign_rows` selects.
 
     All ranks must construct the exchange together, in their main threads. The threads of the training stream
-    call `exchange`. The assignment depends only on the global batch, so a resumed run computes the same one. No rank
-    gets more rows than the padded number, so the padding does not change.
+    call `exchange`. The assignment depends only on the global batch and the number of ranks, so it does not change if a
+    run resumes with as many ranks. No rank gets more than the padded number of rows.
 
     Args:
         balance: Value of data.balance, a key of EXPONENTS.
         form: Resolved read plan of the rows.
-        features: Features of the run; ids that the model does not read have no cost.
+        features: Features of the run; ids beyond the maximum length of a sequence have no cost.
     """
 
     def __init__(self, balance: str, form: ResolvedReadPlan, features: Features):

@@ -154,7 +154,7 @@ class LaneQueues:
         self._lane, self._left = 0, 0  # lane of the item that is being received, and number of its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """Yield slices that together contain the next `count` rows of a lane; read tables until they are available."""
+        """Yield slices that together contain the next `count` rows of a lane; read tables until all are available."""
         queue = self._lanes.setdefault(lane, deque())
         while count:
             while not queue:

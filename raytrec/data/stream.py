@@ -49,7 +49,7 @@ class Stream:
         readers: Maximum number of concurrent read tasks of this rank.
         read_on: Choice of nodes for the read tasks (data.read_on); see `choose_read_options`.
         prefetch: Maximum number of batches prepared ahead.
-        faults: Treatment of unreadable rows. None: a DataError is raised.
+        faults: Treatment of unreadable or invalid rows. None: a DataError is raised.
         buffer_bytes: Maximum number of bytes in Ray's object store for rows that are read but not yet
             received.
         pin_memory: True to put batches in page-locked memory, which allows copies to the GPU during
@@ -78,7 +78,7 @@ class Stream:
 
     @property
     def may_skip(self) -> bool:
-        """Return True if unreadable rows are skipped."""
+        """Return True if unreadable or invalid rows are skipped."""
         return bool(self.faults and self.faults.skip)
 
     def batches(self, epoch: int = 0, start_step: int = 0) -> PrefetchIterator:
@@ -89,14 +89,15 @@ class Stream:
 
         Raises:
             DataError: Rows cannot be read or violate the schema, and are not skipped; raised by the iterator.
+            RuntimeError: An exchange of rows failed (`RowExchange.exchange`); raised by the iterator.
         """
         device = torch.cuda.current_device() if self.pin_memory else None
         return PrefetchIterator(lambda reading: self._assemble(reading, epoch, start_step), self.prefetch, device)
 
     def epochs(self, count: int, first_step: int = 0) -> Iterator[Batch]:
-        """Return an iterator over the batches of epochs 0 to count - 1.
+        """Return an iterator over the batches of epochs 0 to count - 1, from step `first_step` on.
 
-        The first epoch is read immediately, and each later epoch as soon as all rows of its predecessor are read.
+        The epoch of this step is read immediately, and each later epoch once all rows of its predecessor are read.
 
         Args:
             count: Number of epochs.
@@ -191,7 +192,7 @@ class PrefetchIterator:
             where each rank would otherwise open a context. None: no GPU.
 
     Attributes:
-        is_read_event: Event that is set once all rows of the remaining batches have been read.
+        is_read_event: Event that `make` sets once all rows of its batches have been read.
     """
 
     def __init__(self, make: Callable[[PrefetchIterator], Iterator[Batch]], prefetch: int, device: int | None = None):

@@ -1,8 +1,8 @@
 """Apply data.transforms to decoded tables. config/transforms.py describes the transforms.
 
-Ids drawn by a transform are computed from run.seed, the epoch, the name of the target column and the row's
-index in the dataset. The ids depend neither on the reader nor on other rows of the same read, and stay the same
-after a resume. This module does not import torch.
+Ids drawn by a transform are computed from the name of the target column and the row's index in the dataset, and, in
+training, from run.seed and the epoch. The ids depend neither on the reader nor on other rows of the same read, and
+stay the same after a resume. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def apply_transforms(
     Raises:
         DataError: A transform failed, returned another number of rows, or did not return a table.
     """
-    for number, transform in enumerate(transforms):
+    for transform in transforms:
         try:
             after = _apply(transform, table, folder, draw)
         except DataError:
@@ -65,19 +65,20 @@ def apply_transforms(
             message = (str(error).splitlines() or [""])[0]
             is_unexpected = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
             kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
-            raise _transform_error(number, transform, where, f"{kind}{message}", None) from error
+            raise _transform_error(transform, where, f"{kind}{message}", None) from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             rows = isinstance(after, pa.Table) and f"{format_count(after.num_rows, 'row')}, not {table.num_rows:,}"
             why = f"it returned {rows or f'an object of type {type(after).__name__}'}"
             expected = "a pyarrow.Table with the same number of rows, in the same order"
-            raise _transform_error(number, transform, where, why, expected)
+            raise _transform_error(transform, where, why, expected)
         table = after
     return table
 
 
-def _transform_error(number: int, transform: Any, where: str, why: str, expected: str | None) -> DataError:
+def _transform_error(transform: Any, where: str, why: str, expected: str | None) -> DataError:
+    of_columns = f" of {', '.join(transform.writes)}" if transform.writes else ""
     return DataError(
-        f"data.transforms[{number}] ({transform.do}) failed: {why}",
+        f"transform {transform.do}{of_columns} in data.transforms failed: {why}",
         where=where,
         expected=expected,
         do=f"correct the {'function' if isinstance(transform, t.Python) else 'settings of the transform'}, or the data",
@@ -112,7 +113,7 @@ def _with_columns(table: pa.Table, names: list[str], columns: list[pa.Array]) ->
 
 
 def _cast_null_array(array: pa.Array, transform: t.Transform) -> pa.Array:
-    """Return an array, cast to a type that the transform accepts if its values have type null.
+    """Return an array; if its values have type null, cast them to a type that the transform accepts.
 
     A column, or the lists in it, has type null in a file that contains no other values in this column.
     """
@@ -177,6 +178,7 @@ def sample(
 
     Raises:
         DataError: The ids in an excluded column and the drawn ids have different types.
+        ValueError: The frequencies are invalid (`read_cumulative_shares`).
     """
     if spec.count == "all":  # Assembler adds the ids
         return [pa.ListArray.from_arrays(np.zeros(table.num_rows + 1, np.int32), pa.array([], pa.int64()))]

@@ -50,7 +50,7 @@ def _fill_null(spec: t.FillNull, array: pa.Array) -> pa.Array:
 def _scalar(value: float | int | str, kind: pa.DataType) -> pa.Scalar:
     """Return the value of a transform's setting as a scalar of a column's type.
 
-    Decimals are converted from text, because pyarrow's cast from integers requires a precision for any integer.
+    Decimals are converted from text, because pyarrow casts an int64 only to decimals that can hold every int64.
     """
     return pa.scalar(str(value) if pa.types.is_decimal(kind) else value).cast(kind)
 
@@ -114,10 +114,11 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 
     Args:
         uri: Parquet file, whose first column is read, or text file with one value per line.
-        kind: Type of the result; None: the type in the file.
+        kind: Type of the result; None: the type in the Parquet file, or string for a text file.
 
     Raises:
-        ValueError: The vocabulary contains duplicate values.
+        ValueError: The vocabulary contains duplicate values, or a value cannot be cast to `kind`.
+        OSError, DataError: The file cannot be read.
     """
     if uri.endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
@@ -134,8 +135,8 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
 def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     """Return the start of each id's part of [0, total), then the total (about 2⁴⁰), as int64 [ids + 1].
 
-    The size of a part is proportional to frequency ** power, where `column` of the Parquet file `uri` contains the
-    frequency of each id; the part of frequency 0 is empty. An id is the index of a row of the file.
+    The size of a part is proportional to frequency ** power, rounded up, where `column` of the Parquet file `uri`
+    contains the frequency of each id; the part of frequency 0 is empty. An id is the index of a row of the file.
 
     Raises:
         ValueError: A frequency is negative, null or NaN, or the sum of all frequencies is zero or infinite.
@@ -143,8 +144,10 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
     counts = to_plain_array(table.column(0)).cast(pa.float64()).to_numpy(zero_copy_only=False)
-    if not (counts >= 0).all() or not 0 < counts.sum() < np.inf:
-        raise ValueError(f"column {column} of {uri} must have numbers ≥ 0 with a positive, finite sum, and no nulls")
+    if not (counts >= 0).all():
+        raise ValueError(f"column {column} of {uri} contains a null, NaN or negative number")
+    if not 0 < counts.sum() < np.inf:
+        raise ValueError(f"the sum of column {column} of {uri} is {counts.sum():g}; expected a positive, finite sum")
     chances = np.where(counts > 0, counts, 1) ** power * (counts > 0)
     parts = np.ceil(chances / chances.sum() * 2**40).astype(np.int64)
     return np.concatenate([[0], np.cumsum(parts)])
@@ -193,7 +196,11 @@ def _drop_null(spec: t.DropNull, array: pa.Array) -> pa.Array:
 
 @register_transform(t.DatePart)
 def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
-    """Return the configured part (hour, weekday, …) of each time as int64; null for nulls."""
+    """Return the configured part (hour, weekday, …) of each time as int64; null for nulls, NaN and infinite numbers.
+
+    Raises:
+        TypeError, pyarrow.ArrowInvalid: The times are invalid (`to_timestamps`), or the time zone is unknown.
+    """
     if not types.is_time(array.type):
         array = to_timestamps(array, spec.since_1970)
         if spec.timezone:
@@ -206,15 +213,16 @@ def extract_date_part(spec: t.DatePart, array: pa.Array) -> pa.Array:
 
 @register_transform(t.Age)
 def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Array:
-    """Return the time from each value until an end time, as float32 in `spec.unit`; null for nulls.
+    """Return the time from each value until an end time, as float32 in `spec.unit`; null if either is null.
 
     Args:
         spec: Settings of the transform.
         array: Times; or durations, which are only converted to the unit.
-        until: End time for each value; None: `spec.until`.
+        until: End time for each value, ignored for durations; None: `spec.until`.
 
     Raises:
         TypeError: No end time is given, `until` has a different length, or a type is not supported (to_timestamps).
+        pyarrow.ArrowInvalid: A text is not an ISO time.
     """
     if types.is_duration(array.type):
         seconds = to_float64(array)
@@ -259,4 +267,4 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
             microseconds = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
             return microseconds.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
-    raise TypeError(f"the column must contain times, dates, ISO text or numbers, not {kind}")
+    raise TypeError(f"the column must contain timestamps, dates, ISO text or numbers, not {kind}")

@@ -67,13 +67,13 @@ def check_present(
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"columns named by {place}, or folders {column}=VALUE; available: {format_names(available)}",
-                do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place} or the data",
+                expected=f"column '{column}' ({place}) or folders {column}=VALUE; available: {format_names(available)}",
+                do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place}, or the data",
             )
 
 
 def format_names(names: list[str]) -> str:
-    """Return at most MAX_NAMES_IN_MESSAGE column names joined by commas; long names are truncated."""
+    """Return at most MAX_NAMES_IN_MESSAGE column names, truncated and joined by commas, and the number of others."""
     more = f" … and {len(names) - MAX_NAMES_IN_MESSAGE:,} more" if len(names) > MAX_NAMES_IN_MESSAGE else ""
     return ", ".join(name if len(name) < 80 else f"{name[:80]}…" for name in names[:MAX_NAMES_IN_MESSAGE]) + more
 
@@ -141,7 +141,7 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
             "label": f"{requests}; otherwise, remove the column",
             "dense column": f"{requests}; otherwise, list the column under sparse",
         }.get(role, "name another column")
-        return _advise_fields(kind, column) or f"{advice}, or transform it to one number"
+        return _advise_fields(kind, column) or f"{advice}, or transform each value of {column} to one number"
     if types.is_null(kind):
         return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
     return _advise_fields(kind, column) or _advise_time(kind, column) or CONVERSION_ADVICE
@@ -191,15 +191,15 @@ def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     if not allowed and not is_text(kind):
         number = advise_transform("cast", column, to="int64") + "; or name another column"
         advice = number if is_number(kind) else _advise_time(kind, column) or "name another column"
-        expected = "integers, text, bools or dates in a column that a task uses as group or item"
-        raise _unsupported_type_error(f"grouping column '{column}'", kind, column, uri, expected, advice)
+        what, expected = f"column '{column}' of groups or items", "integers, text, bools or dates"
+        raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 
 
 def _check_values_of_ids(kind: pa.DataType, column: str, what: str, uri: str, *, may_be_times: bool) -> None:
     value = value_type(kind)
     fits = types.is_floating(value) or types.is_integer(value) or types.is_null(value)
     expected = "lists with one number per id"
-    advice = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}"
+    advice = f"for lists of other numbers, {advise_transform('cast', column, to='float32')}; or remove `weights`"
     if may_be_times:  # side features
         fits = fits or is_number(value) or types.is_timestamp(value) or types.is_date(value) or types.is_duration(value)
         expected = "lists with one number, time or date per id"

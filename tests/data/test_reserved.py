@@ -195,9 +195,9 @@ def test_missing_reserved_column_is_reported(tmp_path, name, near):
     [
         ([[1], [2]], "reserved column 'x' has type list"),
         ([{"a": 1}, {"a": 2}], "reserved column 'x' has type struct"),
-        ([0.5, 1.5], "grouping column 'x' has type double"),
-        ([Decimal("0.5"), Decimal(1)], "grouping column 'x' has type decimal"),
-        ([datetime(2026, 1, 1), None], "grouping column 'x' has type timestamp"),
+        ([0.5, 1.5], "column 'x' of groups or items has type double"),
+        ([Decimal("0.5"), Decimal(1)], "column 'x' of groups or items has type decimal"),
+        ([datetime(2026, 1, 1), None], "column 'x' of groups or items has type timestamp"),
     ],
 )
 def test_grouping_rejects_unsupported_types(tmp_path, column, message):

@@ -161,7 +161,7 @@ def test_invalid_weights_masks_and_labels_are_rejected(tmp_path, columns, task, 
     [
         ({"m": ["yes", "no"]}, {"mask": "m"}, "{do: binarize, columns: [m], positive: […]}"),
         ({"w": ["1", "2"]}, {"sample_weight": "w"}, "add to data.transforms: {do: cast, columns: [w], to: float32}"),
-        ({"w": [[1.0], [2.0]]}, {"sample_weight": "w"}, "name another column, or transform it to one number"),
+        ({"w": [[1.0], [2.0]]}, {"sample_weight": "w"}, "name another column, or transform each value of w to one number"),
     ],
 )
 def test_advice_for_masks_and_weights_keeps_their_role(tmp_path, column, task, expected_advice):
@@ -186,7 +186,7 @@ def test_class_label_must_be_a_whole_number(tmp_path):
         ({"m": [False] * 4}, {"mask": "m"}, "its mask 'm' is not 1 in any row"),
         ({"buy": [0.5] * 4}, {"mask_label": "buy"}, "its mask 'buy' is not 1 in any row"),
         ({"w": [0.0] * 4}, {"sample_weight": "w"}, "its sample weight 'w' is 0 in every row"),
-        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"mask": "m"}, "together exclude every row"),
+        ({"click": [None, None, 1, 1], "m": [1, 1, 0, 0]}, {"mask": "m"}, "label, mask or weight excludes every row"),
         ({"click": [None, 1, 1, 1], "m": [1, 0, 0, 1]}, {"mask": "m"}, None),
         ({"w": [0, 0, 0, 1]}, {"sample_weight": "w"}, None),
     ],

@@ -133,7 +133,7 @@ def test_errors_locate_invalid_values(tmp_path, columns, expected_text, row):
     [
         ({"price": [1.0, 2.0, math.nan]}, None, "fill_null, columns: [price]"),
         ({"price": [1.0, 2.0, math.inf]}, None, "clip, columns: [price]"),
-        ({"tags": [[1], [], [None]], "w": [[1.0], [], [1.0]]}, "w", "with weights, side features or candidates, add"),
+        ({"tags": [[1], [], [None]], "w": [[1.0], [], [1.0]]}, "w", "add to data.transforms: {do: fill_null"),
     ],
 )
 def test_advice_for_invalid_values_names_a_transform_that_helps(tmp_path, columns, weights, expected_advice):

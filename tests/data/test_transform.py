@@ -256,7 +256,7 @@ def test_input_columns_of_transforms_are_resolved():
 @pytest.mark.parametrize(
     "spec,message",
     [
-        ({"do": "log"}, r"data.transforms\[0\] \(log\) failed: "),
+        ({"do": "log"}, r"transform log of x in data.transforms failed: "),
         ({"do": "lookup_vocabulary", "vocabulary": "no-such.txt"}, "no-such.txt"),
         ({"do": "fill_null", "value": "many"}, "fill_null"),
     ],
@@ -323,7 +323,10 @@ def test_transforms_make_files_fit_the_schema(user_module, tmp_path):
         ([HASH], "column 'ratio' is missing"),
         ([RATIO | {"do": "my_features:no_ratio"}, HASH], "column 'ratio' is missing"),
         ([RATIO], "sparse feature 'city' has values of type string"),
-        ([RATIO | {"do": "my_features:nothing"}], r"\(my_features:nothing\) failed: it returned"),
+        (
+            [RATIO | {"do": "my_features:nothing"}],
+            "my_features:nothing of ratio in data.transforms failed: it returned",
+        ),
         ([RATIO | {"do": "nowhere:f"}], "No module named 'nowhere'"),
         ([RATIO, {"do": "my_features:shorter"}, HASH], "it returned 2 rows, not 3"),
     ],

@@ -53,7 +53,7 @@ def open_datasets(folder, *tasks, reserve_columns=(), **eval_section):
         (
             {"group": "share", "reserve_columns": ["share"]},
             DataError,
-            "grouping column 'share' has type double",
+            "column 'share' of groups or items has type double",
             "column share",
         ),
         (

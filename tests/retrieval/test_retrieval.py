@@ -200,8 +200,8 @@ def test_invalid_items_are_refused_before_training(folder, tmp_path, change, err
         ({"model": {"name": "dcn"}}, ConfigError, "does not produce query and item vectors"),
         ({"retrieval": {"seen": ["user"]}}, DataError, "column 'user' of seen items has type int64"),
         ({"retrieval": {"at": [0]}}, ConfigError, "eval.retrieval.at"),
-        ({"retrieval": {"item": "title"}}, DataError, "columns named by eval.retrieval.item"),
-        ({"retrieval": {"seen": ["met"]}}, DataError, "columns named by eval.retrieval.seen"),
+        ({"retrieval": {"item": "title"}}, DataError, "column 'title' \\(eval.retrieval.item\\)"),
+        ({"retrieval": {"seen": ["met"]}}, DataError, "column 'met' \\(eval.retrieval.seen\\)"),
         ({"checkpoint": {"best_metric": "retrieval.mrrr"}}, ConfigError, "did you mean 'retrieval.mrr'"),
     ],
 )

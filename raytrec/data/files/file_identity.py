@@ -86,7 +86,7 @@ class FileIdentity:
 
 
 def identify_files(dataset: Dataset) -> list[FileIdentity]:
-    """Return the identities of a dataset's files, in order, then of its transforms' vocabularies.
+    """Return the identities of a dataset's files that have rows, in order, then of its transforms' vocabularies.
 
     Raises:
         DataError: A file or vocabulary cannot be read.
@@ -184,7 +184,7 @@ def _identify_vocabulary(name: str, path: str) -> FileIdentity:
 
 
 def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], FileIdentity]) -> FileIdentity:
-    """Call `read` with an open file and its modification time in nanoseconds; retry failed reads."""
+    """Return read(open file, modification time in nanoseconds); raise DataError if all attempts to read fail."""
 
     def attempt() -> FileIdentity:
         filesystem, inner = open_filesystem(path)
@@ -218,7 +218,7 @@ def _choose_samples(
     """Return (offset, number of bytes) of each sample to read.
 
     Samples are taken at the start of column chunks, labels first, and then at equal intervals in the file. A
-    chunk starts with its dictionary, which may be the only changed part if labels are flipped.
+    chunk starts with its dictionary (if any), which may be the only changed part if labels are flipped.
 
     Args:
         footer: Raw footer of the file.

@@ -34,6 +34,8 @@ ChunkTest = Callable[[pq.ColumnChunkMetaData], bool]
 def _check_claims(footer: pq.FileMetaData, size: int) -> None:
     """Check that a file of `size` bytes can hold the rows and values that its footer claims.
 
+    In row groups of at most MIN_FULLY_CHECKED_ROWS rows, only the first column is checked.
+
     Raises:
         pa.ArrowInvalid: A claim is impossible.
     """
@@ -41,7 +43,7 @@ def _check_claims(footer: pq.FileMetaData, size: int) -> None:
         group = footer.row_group(g)
         if not 0 <= group.num_rows <= MAX_GROUP_ROWS:
             raise pa.ArrowInvalid(f"the footer claims an impossible {group.num_rows:,} rows in row group {g}")
-        # In ordinary row groups, only one column is checked, because there may be millions of row groups.
+        # There may be millions of small row groups, so that checks of all their columns would take too long.
         for c in range(group.num_columns if group.num_rows > MIN_FULLY_CHECKED_ROWS else min(1, group.num_columns)):
             chunk, column = group.column(c), footer.schema.column(c)
             begin = min(chunk.data_page_offset, chunk.dictionary_page_offset or chunk.data_page_offset)
@@ -64,12 +66,12 @@ def _check_not_encrypted(uri: str, tail: bytes, footer: pq.FileMetaData | None =
         footer: Metadata of the file, required to detect encrypted columns; None: only the footer is checked.
 
     Raises:
-        DataError: The file is encrypted.
+        DataError: The footer or some columns are encrypted.
     """
     signature = int.from_bytes(tail[:4], "little") - footer.serialized_size if footer else 0
     if tail[4:] == b"PARE" or signature == SIGNATURE_BYTES:
         raise DataError(
-            "the file or some of its columns are encrypted",
+            f"{'the footer is' if tail[4:] == b'PARE' else 'some columns of the file are'} encrypted",
             where=uri,
             expected="an unencrypted Parquet file, because raytrec does not support encryption keys",
             do="write the file again without encryption, or remove it",
@@ -80,7 +82,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
     """Return the metadata of a Parquet file.
 
     Raises:
-        DataError: The file cannot be read, is encrypted, or is not a complete Parquet file.
+        DataError: The file cannot be read, is encrypted, is not a complete Parquet file, or has a column name that
+            is not UTF-8.
     """
 
     def read() -> pq.FileMetaData:
@@ -100,6 +103,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
         is_malformed = getattr(error, "errno", None) is None  # the system's errors have an errno
         fault = "the file is not a complete Parquet file" if is_malformed else "cannot read the file"
         expected = "a file that is neither cut off nor still being written" if is_malformed else "a readable file"
+        if isinstance(error, UnicodeDecodeError):
+            fault, expected = "the name of a column is not UTF-8", "names in UTF-8"
         raise DataError(
             f"{fault}: {get_first_line(error)}",
             where=uri,
@@ -157,14 +162,14 @@ class FooterStatistics:
     def label_bounds(self) -> dict[str, set[float]]:
         """Return a mapping from label to the set of its smallest and largest value; empty if all values are null.
 
-        Row groups without statistics are assumed to contain UNKNOWN_BOUNDS.
+        Row groups without statistics, and labels that a transform writes, are assumed to contain UNKNOWN_BOUNDS.
         """
         return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
 
     def large_columns(self) -> dict[str, float]:
         """Return a mapping from dense column to its largest absolute value, if it exceeds MAX_UNSCALED_VALUE.
 
-        Columns that have a scale or are written by a transform are left out.
+        Columns that have a scale, are written by a transform or have no statistics are left out.
         """
         names = {*self._form.schema.dense} - {*self._form.schema.scale}
         bounds = ((name, _bounds(chunk) or ()) for name in names for chunk in self._iterate_chunks(name))
@@ -204,7 +209,7 @@ def explain_empty_tasks(excluded: Iterable[dict[str, list[set[str]]]]) -> dict[s
         for task, group_reasons in file_reasons.items():
             reasons_by_task.setdefault(task, []).extend(group_reasons)
     return {
-        task: min(set.intersection(*reasons), default="its mask, weight and label together exclude every row")
+        task: min(set.intersection(*reasons), default="in each row group, its label, mask or weight excludes every row")
         for task, reasons in reasons_by_task.items()
         if reasons and all(reasons)
     }
@@ -246,7 +251,7 @@ def _is_all_null(chunk: pq.ColumnChunkMetaData) -> bool:
 
 
 def _stays_below(chunk: pq.ColumnChunkMetaData, bound: float, reaches: bool) -> bool:
-    """Return True if the statistics show that every number is < `bound` (`reaches` True) or ≤ `bound` (False)."""
+    """Return True if the statistics show only nulls and numbers < `bound` (`reaches` True) or ≤ `bound` (False)."""
     if _is_all_null(chunk):
         return True
     _, greatest = _bounds(chunk) or (None, math.inf)

@@ -52,7 +52,7 @@ class Listing:
         return f"{text}; left out: {', '.join(reasons)}" if self.left_out else text
 
     def record(self) -> dict[str, Any]:
-        """Return text (a summary), counts ("read" and by reason) and left_out (paths by reason) for the run folder."""
+        """Return text (a summary), counts ("read" and by reason) and left_out (reason → paths) for the run folder."""
         counts = {"read": len(self.files)} | {why: len(paths) for why, paths in self.left_out.items()}
         left_out = {why: paths[:MAX_NAMES_PER_REASON] for why, paths in self.left_out.items()}
         return {"text": str(self), "counts": counts, "left_out": left_out}
@@ -68,11 +68,12 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
     Args:
         places: A folder or file, or a list of them. A single file is read whatever its name.
         key: Config key that names the folders, for messages.
-        between: First and last partition, both included.
+        between: First and last partition, both included; default: all partitions.
 
     Raises:
-        DataError: A path does not exist; a folder cannot be listed, contains no Parquet files (or none between the
-            partitions), or belongs to a table format; a *.parquet file is unreadable; or a file is listed twice.
+        DataError: A path is neither a folder nor a file; a folder cannot be listed, contains no Parquet files, or
+            belongs to a table format; `between` does not fit the folders (`select_partitions`); a *.parquet file is
+            unreadable; or a file is in several of the places.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -254,7 +255,7 @@ def _select_parquet_files(
             f"cannot read {format_count(len(unreadable_parquet), 'file')} named *.parquet: {UNREADABLE_KINDS}",
             where=f"{where}, {unreadable_parquet[0]}",
             expected="regular files with UTF-8 names",
-            do="remove these entries, or rename them with a leading _",
+            do="remove each such file, or rename it with a leading _",
         )
     if unreadable:
         left_out[REASON_UNREADABLE] += unreadable

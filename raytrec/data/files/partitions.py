@@ -22,7 +22,7 @@ from raytrec.data.read_plans import ResolvedReadPlan
 PartitionBounds = tuple[str | None, str | None]  # first and last partition, both included; None: no bound
 ALL_PARTITIONS: PartitionBounds = (None, None)
 NULL_PARTITION_VALUE = "__HIVE_DEFAULT_PARTITION__"  # value in the folder name for rows without a value
-INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # canonical spelling only: 04 and 4 are different texts
+INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # at most 18 digits, canonical spelling: 04 and 4 are different texts
 DIGITS = re.compile(r"-?[0-9]+")  # values compared as numbers, in any spelling
 
 
@@ -106,7 +106,7 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
         raise DataError(
             f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"a range that contains some of the {len(paths)} files, such as {paths[0].removeprefix(root)}",
+            expected=f"a range that contains files, such as {paths[0].removeprefix(root).lstrip('/')}",
         )
     return chosen
 
@@ -149,7 +149,7 @@ def _has_column(arrow: pa.Schema, name: str) -> bool:
 
 
 def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
-    """Return the type of values in folder names: int64 if all values except None are integers, else string."""
+    """Return the type of values in folder names: int64 if all values except None match INTEGER, else string."""
     is_integer = all(value is None or INTEGER.fullmatch(value) for value in values)
     return pa.int64() if is_integer else pa.string()
 

@@ -66,6 +66,7 @@ class PageIndex:
         Raises:
             DamagedPageError: The pages contradict the footer.
             One of pages.DECODING_ERRORS: The pages have an unexpected format.
+            OSError: The storage fails.
         """
         with self._lock:
             while self._left > 0 and self._at < self._end:
@@ -98,7 +99,7 @@ class PageIndex:
         return data, row
 
     def _advance_page(self, read_at: ReadAt) -> None:
-        """Record the next page and advance to its end."""
+        """Advance to the end of the next page; record the page if it is a data page that starts with a new row."""
         header, size = self._header(read_at)
         kind, body = header[TYPE], header[COMPRESSED]
         room = self._end - self._at - size
@@ -147,7 +148,7 @@ class PageIndex:
         return count_rows(packed, self._depth.bit_length(), values)
 
     def _decompress_levels(self, body: bytes, header: dict[int, Any]) -> bytes:
-        """Return the encoded repetition levels of a version-1 data page, whose levels and values are compressed."""
+        """Return the encoded repetition levels of a version-1 data page; a codec compresses them with the values."""
         if header[DATA_HEADER][LEVELS_ENCODING] != RLE:
             raise ValueError("the levels of a page have a deprecated encoding")
         if self._codec != "UNCOMPRESSED":

@@ -30,10 +30,10 @@ MAX_FULL_DECODE_ROWS = 65_536  # row groups with at most this many rows, or twic
 
 @dataclass(frozen=True)
 class ReadErrorPolicy:
-    """Treatment of unreadable rows in read tasks (data.on_error).
+    """Treatment of bad rows, which cannot be read or violate the schema (data.on_error).
 
     Attributes:
-        skip: True to skip unreadable rows; False to raise an error.
+        skip: True to skip bad rows; False to raise an error.
         log: File on storage shared by all nodes, to which each skip appends a JSON line {what, where, rows};
             None: skips are not recorded.
     """
