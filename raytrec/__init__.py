@@ -1,6 +1,6 @@
 """raytrec: a Ray-orchestrated distributed trainer for recommender models.
 
-A sharded run on any number of workers computes the same results as a single process.
+A sharded run on any number of workers computes the same results as a single process, up to rounding.
 
     import raytrec
     result = raytrec.train("jobs/synthetic.yaml", ["train.epochs=2"])

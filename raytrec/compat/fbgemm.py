@@ -139,18 +139,18 @@ def measure_cache_hits(kernel: nn.Module) -> float | None:
 
 
 def get_update_count(kernel: nn.Module) -> int:
-    """Return the number of updates counted by a fused Adam kernel.
+    """Return the number of updates counted by a fused Adam kernel; 0 if the optimizer does not count updates.
 
     Lookups in evaluation also count, except within `exclude_from_update_counts`.
 
     Raises:
-        RunError: The kernel is not fused, or its optimizer does not count updates.
+        RunError: The kernel is not fused.
     """
     return int(_get_undocumented(kernel.emb_module, "iter").item())
 
 
 def set_update_count(kernel: nn.Module, count: int) -> None:
-    """Set the number of updates counted by a fused Adam kernel."""
+    """Set the number of updates counted by a fused Adam kernel; raise RunError as `get_update_count` does."""
     _get_undocumented(kernel.emb_module, "set_optimizer_step")(count)
     # FBGEMM computes with `iter_cpu`, and reads `iter` only while `iter_cpu` is 0.
     _get_undocumented(kernel.emb_module, "iter_cpu").fill_(count)
@@ -160,9 +160,9 @@ def set_update_count(kernel: nn.Module, count: int) -> None:
 def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
     """Exclude lookups in the block from the update counts of fused kernels.
 
-    FBGEMM counts every lookup of a fused kernel as an update, even without gradients. Its Adam uses this
-    count for bias correction, and the count is saved. Without this block, evaluation would change later
-    training.
+    With Adam and other optimizers that count updates, FBGEMM counts every lookup of a fused kernel as an update,
+    even without gradients. Adam uses this count for bias correction, and the count is saved. Without this block,
+    evaluation would change later training.
     """
     fused = [lookup for kernel in iterate_sharded_kernels(model) if (lookup := find_fused_lookup(kernel)) is not None]
     counters = [_get_undocumented(lookup, name) for lookup in fused for name in ("iter", "iter_cpu")]
@@ -175,7 +175,7 @@ def exclude_from_update_counts(model: nn.Module) -> Iterator[None]:
 
 
 def pad_empty_shards(model: nn.Module) -> None:
-    """Pad CPU kernels that contain no row of a table on this rank, such as of a row-wise table with few rows.
+    """Pad CPU kernels whose last table has no rows on this rank, as can happen if a small table is sharded row-wise.
 
     FBGEMM on a CPU treats a fused kernel without weights as a GPU kernel, and fails. If a kernel's last table is
     empty, backward reads beyond hash_size_cumsum. An additional last row, which belongs to no table and is never

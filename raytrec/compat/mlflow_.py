@@ -80,8 +80,8 @@ def is_transient(error: BaseException) -> bool:
     """Return True if an MLflow call that raised this error may succeed when it is repeated.
 
     Errors are transient if the store is unreachable, its database is locked or out of space, or the server responds
-    with status 5xx or one of TRANSIENT_HTTP_CODES. All other errors are permanent, e.g. because the store rejects
-    the record or a file is missing.
+    with status 5xx or one of TRANSIENT_HTTP_CODES. An OSError is also transient, unless it reports a missing
+    file, denied access or a wrong type of file. All other errors are permanent, e.g. because the store rejects the record.
     """
     if _is_unavailable(error):
         return True
@@ -93,9 +93,9 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return True if an error of the first call to a store means that the store does not respond.
+    """Return True if an error of the first call to a store means that the store is unavailable.
 
-    The result is False for other errors, such as an invalid address, denied access or an untrusted certificate.
+    The result is False for other errors, such as a malformed address, denied access or an untrusted certificate.
     """
     from requests.exceptions import SSLError
 
@@ -103,7 +103,10 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the innermost cause that has a text, at most 200 characters, without secrets."""
+    """Return the first line of the innermost cause that has a text, at most 200 characters, without secrets.
+
+    If no cause has a text, the result is the name of the error's class.
+    """
     messages = [str(cause).strip() for cause in _iterate_causes(error)]
     text = next((message for message in reversed(messages) if message), type(error).__name__)
     return hide(text.splitlines()[0])[:200]

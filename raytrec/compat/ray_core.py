@@ -178,7 +178,7 @@ def get_token_metadata() -> tuple[tuple[str, str], ...]:
 
 
 def find_nodes_without_gpus() -> dict[str, float]:
-    """Return node id → number of CPUs of nodes without GPUs; {} if no node of the cluster has GPUs."""
+    """Return node id → number of CPUs of nodes with CPUs but no GPUs; {} if no node of the cluster has GPUs."""
     alive = {node["NodeID"]: node["Resources"] for node in list_alive_nodes()}
     if not any(has.get("GPU") for has in alive.values()):
         return {}

@@ -83,7 +83,7 @@ def make_idle_arguments() -> dict[str, Any]:
 
 
 def get_logs_folder() -> Path:
-    """Return the log folder of the local Ray cluster that this process has started."""
+    """Return the log folder of the Ray node that this process has started or joined."""
     import ray
 
     return Path(ray._private.worker._global_node.get_logs_dir_path())

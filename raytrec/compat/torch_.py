@@ -33,7 +33,7 @@ MAX_MEMORY_EVENTS = 100_000  # maximum number of recorded allocator events, of a
 
 
 def load_archive(archive: BinaryIO) -> torch.export.ExportedProgram:
-    """Load the exported program in a .pt2 archive.
+    """Load the exported program named "model" in a .pt2 archive.
 
     torch.export.load is not used: on failure, it prints a traceback and tries the layouts of older versions.
     """
@@ -87,7 +87,7 @@ def skip_unprofiled_records() -> None:
 def limit_compile_processes(count: int) -> None:
     """Set the number of processes with which torch compiles kernels.
 
-    TorchRec imports the settings of torch's compiler, which then ignores TORCHINDUCTOR_COMPILE_THREADS.
+    TorchRec imports the settings of torch's compiler. Later changes of TORCHINDUCTOR_COMPILE_THREADS have no effect.
     """
     config: Any = import_module("torch._inductor.config")
     config.compile_threads = count

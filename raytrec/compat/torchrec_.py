@@ -119,7 +119,7 @@ def unwrap_optimizer(optimizer: KeyedOptimizer) -> KeyedOptimizer:
 
 
 def iterate_torch_optimizers(optimizer: KeyedOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the torch optimizers inside TorchRec's optimizer; parameters that are updated in backward have none."""
+    """Yield the torch optimizers inside TorchRec's unwrapped optimizer; parameters updated in backward have none."""
     if isinstance(optimizer, CombinedOptimizer):
         for _, part in optimizer.optimizers:
             yield from iterate_torch_optimizers(part)
@@ -213,7 +213,7 @@ def use_custom_lookups(files: Any) -> AbstractContextManager[None]:
 def _make_buffers(
     specs: list[tuple], settings: dict[str, Any], state: Mapping[str, str], files: Any, extra: int
 ) -> dict[str, torch.Tensor] | None:
-    """Allocate the weights and optimizer state of a fused CPU kernel; return None for shards without rows.
+    """Return FBGEMM's name → buffer for the weights and states of a fused CPU kernel; None for shards without rows.
 
     `extra` is the number of additional rows, after those of the only table, that hold cached rows in memory.
     """

@@ -88,7 +88,7 @@ class DrainingServer(Server):
     """Server that accepts all waiting connections before it closes its sockets."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept the waiting connections, close the sockets, and return when all requests are complete."""
+        """Accept the waiting connections, close the sockets, and return when requests are complete or time out."""
         waiting, copies = [], [each.dup() for each in sockets or ()]
         for server in self.servers:
             server.close()  # the event loop accepts no more connections; without the copies, waiting ones would be lost

@@ -92,7 +92,7 @@ def _find_wrong_build(versions: dict[str, str], where: str) -> RunError | None:
     return RunError(
         f"fbgemm-gpu {cuda} is built for {target}, but torch {versions['torch']} is built for {torch_target}",
         where=where,
-        expected="builds of FBGEMM and torch for the same CUDA version",
+        expected="builds of FBGEMM and torch for the same CUDA version, or both for CPUs",
         do=f"run pip install --no-deps --force-reinstall fbgemm-gpu=={release} (PyPI's build, for PyPI's torch)"
         if torch
         else f"run pip uninstall --yes fbgemm-gpu, then pip install --no-deps fbgemm-gpu-cpu=={release}; "

@@ -1,6 +1,6 @@
 """Child processes for work that may crash or hang: importing torch and FBGEMM, using a GPU, measuring rates.
 
-Rates are speeds of the hardware, such as memory bandwidth, which `raytrec plan --rates FILE` reads.
+Rates are speeds of the hardware, such as memory bandwidth; `raytrec plan --rates FILE` reads them from a file.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def check_gpus() -> Diagnoses:
     """Check that each GPU runs an FBGEMM operator and is not waiting for a reset."""
     kinds, names = list_gpu_kinds(), list_usable_gpus()
     if get_build_device() != "cuda" or not has_gpus():
-        yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
+        reason = "the packages for GPUs are not installed" if has_gpus() else "there is no GPU"
+        yield Diagnosis(OK, f"not needed: {reason}")
         return
     if not kinds:
         what = "this host has GPUs, but NVML cannot list the GPUs that this process may use"
@@ -214,7 +215,7 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
     Args:
         file: JSON file to write.
-        ranks: Number of ranks; default: one for each GPU, or 2 without GPUs.
+        ranks: Number of ranks; default: one for each GPU, or 2 without GPUs or with packages for CPUs.
 
     Raises:
         RunError: A rank failed, or the file cannot be written.
@@ -226,12 +227,12 @@ def write_rates(file: Path, ranks: int | None) -> None:
 
 
 def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
-    """Measure and return hardware rates, such as memory bandwidth, with one rank per GPU or, without GPUs, on CPU.
+    """Measure and return hardware rates, such as memory bandwidth, on one GPU per rank or, if torch finds none, on CPU.
 
     Measuring takes about 20 s on an otherwise idle machine.
 
     Args:
-        ranks: Number of ranks, at least 1.
+        ranks: Number of ranks, at least 1 and at most the number of GPUs if there are any.
         show: Function called with each line of output about the measurement.
 
     Raises:

@@ -84,7 +84,7 @@ class Examination:
         return ", ".join(format_count(number, what) for what, number in numbers.items())
 
     def place(self, diagnosis: Diagnosis) -> str:
-        """Return the hosts of a diagnosis as text, such as "all 3"; "" if the examination has a single host."""
+        """Return the hosts of a diagnosis as text, such as "all 3"; "" with a single host, or without hosts."""
         if len(self.hosts) == 1:
             return ""
         is_everywhere = len(diagnosis.hosts) == len(self.hosts)
@@ -184,7 +184,7 @@ def merge(diagnoses: list[Diagnosis]) -> list[Diagnosis]:
 
 
 def anonymize_examination(examination: Examination) -> Examination:
-    """Return a copy of the examination without hosts, users, paths and addresses; hosts become node 1, node 2, etc."""
+    """Return a copy without names of hosts and this user, paths and addresses; hosts become node 1, node 2, etc."""
     hosts = {host: f"node {number}" for number, host in enumerate(examination.hosts, 1)}
     user = os.environ.get("LOGNAME") or os.environ.get("USER") or ""
     names = {user: "USER"} if user not in COMMON_USERS else {}

@@ -89,7 +89,7 @@ def run_check(name: str, function: HostCheck, limit_s: float) -> list[Diagnosis]
 
 
 def diagnose_error(error: Exception) -> Diagnosis:
-    """Return the diagnosis of an exception: a RaytrecError is a finding, and other errors are failures of the check."""
+    """Return the diagnosis of an exception; errors of unexpected classes count as failures of the check itself."""
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
@@ -142,7 +142,8 @@ def check_packages() -> Diagnoses:
         return
     versions = [f"{name} {version}" for name, version in get_installed_versions().items() if name != "raytrec"]
     cuda = get_torch_cuda_version()
-    yield Diagnosis(OK, ", ".join(versions) + (f", CUDA {cuda}" if cuda else ", built for CPUs"))
+    versions += [f"CUDA {cuda}"] if cuda else ["built for CPUs"] if get_build_device() else []
+    yield Diagnosis(OK, ", ".join(versions))
 
 
 @host_check("builds")
@@ -153,7 +154,8 @@ def check_builds() -> Diagnoses:
         yield Diagnosis(WARNING, "torch is not installed", "install it on workers (docs/install.md)")
     elif device == "cpu" and gpus:
         do = f"reinstall the packages for GPUs: {REINSTALL_ADVICE.format(device='cuda')}"
-        yield Diagnosis(WARNING, "there are GPUs, but torch or FBGEMM is built for CPUs, so runs train on CPU", do)
+        what = f"there are GPUs, but {'FBGEMM' if get_torch_cuda_version() else 'torch'} is built for CPUs"
+        yield Diagnosis(WARNING, f"{what}, so runs cannot use the GPUs", do)
     else:
         yield Diagnosis(OK, f"built for {device}, and this host has {'' if gpus else 'no '}GPUs")
 
@@ -162,9 +164,9 @@ def check_builds() -> Diagnoses:
 def check_driver() -> Diagnoses:
     """Check that the NVIDIA driver supports the major CUDA version for which torch is built."""
     if not (cuda := get_torch_cuda_version()) or not has_gpus():
-        yield Diagnosis(OK, "not needed: there is no GPU, or the packages are built for CPUs")
+        yield Diagnosis(OK, f"not needed: {'torch for GPUs is not installed' if has_gpus() else 'there is no GPU'}")
     elif (versions := get_driver_versions()) is None:
-        what = "there are GPUs, but NVML cannot be queried: the driver or the package nvidia-ml-py is missing or broken"
+        what = "there are GPUs, but NVML cannot be queried, so the driver or nvidia-ml-py is missing or broken"
         do = "install the driver if nvidia-smi fails, else run pip install nvidia-ml-py"
         yield Diagnosis(FAILURE, what, do)
     elif int(versions[1].partition(".")[0]) < int(cuda.partition(".")[0]):
@@ -184,7 +186,7 @@ def check_shared_memory() -> Diagnoses:
     if disk.free >= RECOMMENDED_SHARED_MEMORY_BYTES:
         yield Diagnosis(OK, what)
     elif disk.free >= MIN_SHARED_MEMORY_BYTES or not has_gpus():
-        yield Diagnosis(WARNING, f"{what}: Ray stores its objects on disk instead", do)
+        yield Diagnosis(WARNING, f"{what}: Ray may store its objects on disk instead", do)
     else:
         yield Diagnosis(FAILURE, f"{what}: NCCL cannot start", do)
 
@@ -281,6 +283,6 @@ def check_token() -> Diagnoses:
         yield Diagnosis(FAILURE, f"this user cannot read {file}", do)
     elif (mode := file.stat().st_mode) & 0o077:
         do = f"run `chmod 600 {file}`; create a new token if other users may have read it, because they can run code"
-        yield Diagnosis(FAILURE, f"other users can read {file} (mode {mode & 0o777:o})", do)
+        yield Diagnosis(FAILURE, f"other users can access {file} (mode {mode & 0o777:o})", do)
     else:
         yield Diagnosis(OK, f"in {file}, which only its owner can read")

@@ -120,7 +120,7 @@ def find_connection_errors(places: list[tuple[str, int]], limit_s: float = PORT_
 
 
 def check_ports(nodes: ThisHost) -> Diagnoses:
-    """Check that each node can connect to a port of every other node; add other pairs to nodes.disconnected_pairs."""
+    """Check that each node can connect to a port of every other node; add failed pairs to nodes.disconnected_pairs."""
     indices = range(len(nodes.names))
     ports = nodes.ask(listen, host_arguments={i: (nodes.addresses[i],) for i in indices})
     listening = [i for i in indices if isinstance(ports[i], int)]
@@ -150,7 +150,7 @@ def uses_nccl() -> bool:
 def join_group(
     rank: int, world: int, address: str, port: int, backend: str, own_address: str, timeout_s: float
 ) -> dict[str, Any]:
-    """Time all-reduces of 16 MiB over a group of processes; return the seconds of the fastest, and the network.
+    """Time all-reduces of 16 MiB over a group; return {"seconds": duration of the fastest, "network": description}.
 
     Args:
         rank: Rank of this process.
@@ -160,6 +160,9 @@ def join_group(
         backend: nccl or gloo.
         own_address: Address of this host.
         timeout_s: Timeout of each collective in seconds.
+
+    Raises:
+        ValueError: The all-reduce returned a wrong sum.
     """
     import torch
     import torch.distributed as dist
@@ -200,7 +203,8 @@ def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
 def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     """Time an all-reduce of 16 MiB over all nodes that can import torch, if all these nodes can connect.
 
-    If the all-reduce fails, the smallest failing groups of nodes are named, and the remaining nodes are timed.
+    If the all-reduce fails, the smallest failing groups of nodes are named, and the remaining nodes are timed. At most
+    MAX_ALL_REDUCES all-reduces are run.
     """
     remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:

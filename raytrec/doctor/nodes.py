@@ -158,7 +158,7 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
     if address.startswith(("http://", "https://")):
         raise RunError(
             f"{address} is the address of a dashboard, which cannot run checks on nodes",
-            where="--address, scaling.address or RAY_ADDRESS",
+            where=address,
             expected="the address of the cluster itself",
             do="use auto or HOST:PORT on a node of the cluster, or ray://HOST:PORT on other hosts",
         )
@@ -232,7 +232,7 @@ def diagnose_clocks(skews: dict[str, tuple[float, float]]) -> Diagnoses:
             which = "ahead of" if skew > 0 else "behind"
             what = f"the clock of this node is {abs(skew):,.1f} s {which} the clock of the host that runs the doctor"
             diagnoses.append(Diagnosis(result, what, do, hosts=(name,)))
-    yield from diagnoses or [Diagnosis(OK, f"{len(skews)} clocks are less than {WARNING_SKEW_S:.0f} s apart")]
+    yield from diagnoses or [Diagnosis(OK, f"{len(skews)} clocks are within {WARNING_SKEW_S:.0f} s of this host's")]
 
 
 def write_and_read(uri: str, name: str) -> str:
@@ -252,7 +252,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:
-    """Return those of the file names that this host does not find in a storage folder."""
+    """Return the file names that this host does not find in a storage folder."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)
@@ -286,8 +286,8 @@ def check_storage(nodes: ThisHost, uri: str) -> Diagnoses:
                 what = f"cannot be listed: {missing}"
                 if not isinstance(missing, Exception):
                     what = f"lacks {format_count(len(missing), 'file')} written by other nodes"
-                mount_repair = f"mount the same storage at {uri} on every node, or use s3://"
-                yield Diagnosis(FAILURE, f"{uri} on this node {what}", mount_repair, hosts=(host,))
+                repair = do if "://" in uri else f"mount the same storage at {uri} on every node, or use s3://"
+                yield Diagnosis(FAILURE, f"{uri} on this node {what}", repair, hosts=(host,))
         if not any(reasons) and not any(missing_by_host):
             yield Diagnosis(OK, f"{uri}: each host has written and read {PROBE_FILE_BYTES >> 10} KiB")
     finally:

@@ -148,7 +148,7 @@ def test_unsupported_and_failing_gpus_are_reported(with_gpus, monkeypatch):
 def test_cpu_wheel_on_a_gpu_host_is_a_warning(with_gpus):
     with_gpus(**CPU_BUILD)
     diagnosis = get_only_diagnosis("builds", WARNING)
-    assert "there are GPUs, but torch or FBGEMM is built for CPUs" in diagnosis.finding
+    assert "is built for CPUs, so runs cannot use the GPUs" in diagnosis.finding
     assert "make install DEVICE=cuda" in diagnosis.do
 
 
