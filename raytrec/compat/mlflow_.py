@@ -80,8 +80,8 @@ def is_transient(error: BaseException) -> bool:
     """Return True if an MLflow call that raised this error may succeed when it is repeated.
 
     Errors are transient if the store is unreachable, its database is locked or out of space, or the server responds
-    with status 5xx or one of TRANSIENT_HTTP_CODES. An OSError is also transient, unless it reports a missing
-    file, denied access or a wrong type of file. All other errors are permanent, e.g. because the store rejects the record.
+    with status 5xx or one of TRANSIENT_HTTP_CODES. An OSError is also transient, unless it reports a missing file,
+    denied access or a wrong type of file. All other errors are permanent, e.g. because the store rejects the record.
     """
     if _is_unavailable(error):
         return True
