@@ -31,7 +31,7 @@ def compute_batch_loss(
 ) -> torch.Tensor:
     """Return this rank's part of a loss that compares rows of the global batch.
 
-    This is a collective operation: every rank must call it.
+    Unless `candidate_counts` is given, this is a collective operation: every rank must call it.
 
     Args:
         loss: Loss of the task.

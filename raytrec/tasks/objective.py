@@ -65,7 +65,7 @@ def add_temperatures(model: nn.Module, tasks: Sequence[Task]) -> None:
 
 
 class Objective:
-    """Weighted sum of the tasks' losses, each averaged over the global batch.
+    """Weighted sum of the tasks' losses, the model's own loss and L2 penalties, averaged over the global batch.
 
     The model's output, float32 [B] or [B, columns], is called logits here. The first columns are the logits of
     the tasks, with one column per task or class. If the model computes a loss, it is the next column. If a loss
@@ -252,10 +252,11 @@ class Objective:
     def _shape_error(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
         shape = ", ".join(map(str, logits.shape))
         scalar_shape = "[rows]" if columns == 1 else f"[rows, {columns}]"
+        vector_shape = f"[rows, {f'{columns} + ' * bool(columns)}2 · width of a vector]"
         return ConfigError(
             f"the model returns logits of shape [{shape}] for {format_count(len(self.tasks), 'task')}",
             where="model.name, tasks",
-            expected=f"shape {f'[rows, {columns} + 2 · width of a vector]' if vectors else scalar_shape}",
+            expected=f"shape {vector_shape if vectors else scalar_shape}",
             do="make the model return one output per task, or per class of a task, or change tasks"
             + ("; the model's own loss is the column after these outputs" if self.own_loss else "")
             + ("; the vectors of query and item are the last columns" if vectors else ""),

@@ -17,12 +17,14 @@ ROW_TENSORS = ("logits", "predictions", "labels", "weights")  # attributes of Ta
 class TaskOutputs:
     """Outputs of one task in a rank's step: detached tensors, float32 [B] each, on the step's device.
 
+    If rows are requests with candidates, B is the number of candidates.
+
     Attributes:
         logits: Calibrated logits (Task.calibrate); [B, C] for a task with C classes.
         predictions: Predictions in the label's units, such as probabilities for bce; [B, C] for C classes.
         labels: Labels of the task; rows without a label have a finite value.
         weights: Weight of each row in the task's loss and metrics; 0 for padding and rows that the task ignores.
-        keys: Column that contains groups, items or slices → key of each row's value, int64 [B] (Batch.keys).
+        keys: Column of Batch.keys, such as a group, item or slice column → key of each row's value, int64 [B].
     """
 
     logits: torch.Tensor
@@ -45,7 +47,7 @@ class TaskOutputs:
 class StepOutputs:
     """Outputs of one rank in a step.
 
-    A step that is skipped on all ranks has zero logits, predictions, labels, weights and losses.
+    A step that is skipped on all ranks has zero logits, predictions, labels, weights, rows and losses.
 
     Attributes:
         tasks: Task → outputs of the task, in the order of the configuration.

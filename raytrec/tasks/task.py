@@ -64,10 +64,10 @@ class Task(TaskRows):
     def calibrate(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits for metrics and predictions, float32 [B] or [B, classes], given the model's output.
 
-        For vectors of query and item, the result is their dot product. If negatives were down-sampled to a
-        share r, ln r is added, so that the result is the log-odds for the data before down-sampling. The
-        corresponding probability is p ÷ (p + (1 − p) ÷ r) for the model's probability p (He et al. 2014,
-        section 6.3).
+        For vectors of query and item, the result is their score (Loss.scores), such as the dot product. If negatives
+        were down-sampled to a share r, ln r is added, so that the result is the log-odds for the data before
+        down-sampling. The corresponding probability is p ÷ (p + (1 − p) ÷ r) for the model's probability p (He et
+        al. 2014, section 6.3).
         """
         scores = self.loss.scores(logits)
         return scores if self.negatives_kept == 1 else scores + log(self.negatives_kept)
@@ -93,8 +93,8 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
     """Return the tasks of a configuration in their order. Modules of user-defined losses are imported.
 
     Raises:
-        ConfigError: A label or loss does not exist, several tasks have the same name, masks form a cycle, or a loss
-            does not accept a setting of its task.
+        ConfigError: A label or loss does not exist, several tasks have the same name, masks form a cycle, or a loss is
+            not a concrete subclass of Loss, does not accept a setting of its task, or requires a setting.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
     by_name = {task.name: task for task in tasks}
@@ -105,7 +105,7 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
             f"{names.count(name)} tasks have the name {name}",
             where=", ".join(f"tasks[{place}]" for place, other in enumerate(names) if other == name),
             expected="a different name for each task; the default is the label",
-            do="set name for each of these tasks",
+            do="set a different name for each of these tasks",
         )
     for place, task in enumerate(tasks):
         _check_mask(task, by_name, f"tasks[{place}].mask")
@@ -150,7 +150,8 @@ def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
                 f"task {task.name} is its own mask" if len(chain) == 1 else f"masks of tasks form a cycle: {cycle}",
                 where=where,
                 expected="another task whose masks form no cycle, or a column of 0 and 1",
-                do="set mask to a column that is not the name of a task, or remove mask from one of the tasks",
+                do="set mask to a column that is not the name of a task, or remove mask"
+                + " from one of the tasks" * (len(chain) > 1),
             )
         chain.append(current.name)
 
@@ -192,23 +193,24 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
             do="set another loss for one of the tasks",
         )
     if places and not model.own_loss:
-        has_gives_loss = "gives_loss" in type(model).model_fields
+        name, keys = tasks[places[0]].name, type(model).model_fields
+        setting = "set model.negatives, or " if "negatives" in keys else ""
+        if "gives_loss" in keys:
+            setting = "set model.gives_loss=true if the model returns a loss after its outputs, or "
         raise ConfigError(
-            f"the task uses loss: from_model, but model.name={model.name} computes no loss as configured",
+            f"task {name} uses loss: from_model, but model.name={model.name} computes no loss as configured",
             where=f"tasks[{places[0]}].loss, model.name",
             expected="a model that computes its loss, such as a model with model.negatives",
-            do="set model.gives_loss=true if the model returns a loss after its outputs"
-            if has_gives_loss
-            else "set model.negatives if the model has this key, or use another loss such as bce",
+            do=f"{setting}use another loss, such as bce",
         )
     if places and model.own_loss_of_last:
         later_tasks = [task.name for task in tasks[places[0] + 1 :] if not task.loss.reads_vectors]
         if later_tasks:
             raise ConfigError(
-                f"the task uses loss: from_model, but task {later_tasks[0]} comes after it",
+                f"task {tasks[places[0]].name} uses loss: from_model, but task {later_tasks[0]} comes after it",
                 where=f"tasks[{places[0]}]",
                 expected=f"loss: from_model on the last task with logits, to which the loss of {model.name} applies",
-                do="move this task to the end of tasks",
+                do=f"move task {tasks[places[0]].name} to the end of tasks",
             )
 
 

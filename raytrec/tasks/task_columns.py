@@ -97,11 +97,13 @@ def check_group_columns(tasks: Sequence[Task], slices: Sequence[str], reserved: 
     listed = f": {', '.join(reserved)}" if reserved else ""
     for key, column in references:
         if column is not None and column not in reserved:
+            suggestion = format_suggestion(column, reserved)
             raise ConfigError(
-                f"column '{column}' is not in data.reserve_columns" + format_suggestion(column, list(reserved)),
+                f"column '{column}' is not in data.reserve_columns{suggestion}",
                 where=key,
                 expected=f"a column of data.reserve_columns{listed}",
-                do=f"set data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
+                do=("correct the name, or " if suggestion else "")
+                + f"set data.reserve_columns=[{', '.join(dict.fromkeys([*reserved, column]))}]",
             )
 
 
@@ -127,14 +129,15 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
 
 
 def explain_ignored_log_odds(config: RunConfig, schema: Schema) -> str | None:
-    """Return why train.initial_bias=log_odds has no effect, as a clause for a warning, or None if it has one."""
+    """Return why the tasks or the data rule out train.initial_bias=log_odds, as a clause for a warning, or None."""
     tasks = resolve_tasks(config.tasks, schema)
     if schema.candidates:
         return "the rows are requests with candidates"
     if any(task.loss.reads_vectors for task in tasks):
         return "the model returns vectors of queries and items instead of logits"
     if not any(task.loss.log_odds for task in tasks):
-        return f"no task has the loss bce or focal ({', '.join(dict.fromkeys(task.loss for task in config.tasks))})"
+        losses = list(dict.fromkeys(task.loss for task in config.tasks))
+        return f"the logits of the loss{'es' * (len(losses) > 1)} {', '.join(losses)} are not log-odds"
     return None
 
 

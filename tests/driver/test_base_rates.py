@@ -102,7 +102,7 @@ def test_held_out_rows_include_evaluation_columns(tmp_path, evaluation, monkeypa
     ("schema", "task", "mistake"),
     [
         ("candidates: [item, y]\n", {"label": "y", "loss": "bce"}, "the rows are requests with candidates"),
-        ("", {"label": "price", "loss": "mse"}, "no task has the loss bce or focal (mse)"),
+        ("", {"label": "price", "loss": "mse"}, "the logits of the loss mse are not log-odds"),
         (
             "",
             {"label": "y", "loss": "in_batch_softmax"},

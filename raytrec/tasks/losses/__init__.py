@@ -88,7 +88,7 @@ class Rows(NamedTuple):
         logits: Logits, float32 [N]; [N, C] for a loss with several outputs or vectors.
         labels: Labels, float32 [N].
         weights: Weight of each row in the task, float32 [N]; 0 for padding and rows that the task ignores.
-        keys: Keys of the column that BatchLoss.by selects, int64 [N]; None if the task names no such column.
+        keys: Keys of the column that BatchLoss.by selects, or requests of candidates, int64 [N]; None without a column.
         counts: Values of the task's item_frequency, int64 [N]; None if the task does not set item_frequency.
     """
 

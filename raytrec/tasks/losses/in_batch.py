@@ -73,7 +73,7 @@ class ListwiseSoftmax(_Softmax):
         learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option has the wrong type or is out of range.
     """
 
     by = "group"
@@ -99,20 +99,19 @@ class ListwiseSoftmax(_Softmax):
 class InBatchSoftmax(_Softmax):
     """In-batch softmax loss, −y · ln of the softmax of ⟨query, item⟩ ÷ temperature at the row's item.
 
-    The softmax is over the items of all rows of the global batch with a weight > 0. Rows with label 0 have no
-    loss, but their items are negatives for other rows. If the task sets `item`, other rows with the same item
-    are excluded. If the task sets `item_frequency`, the logarithm of an item's frequency is subtracted from
-    the item's scores, but not from predictions. Frequent items occur in more batches and would otherwise be
-    penalized (log-Q correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Frequencies below 1 are
-    replaced with 1. The model must output vectors, as two_tower does. A row's prediction is the dot product of its
-    query and item vectors.
+    The softmax is over the row's item and those of all rows of the global batch with a weight > 0. Rows with label 0
+    have no loss, but their items are negatives for other rows. If the task sets `item`, other rows with the same item
+    are excluded. If the task sets `item_frequency`, the logarithm of an item's frequency is subtracted from the item's
+    scores, but not from predictions. Frequent items occur in more batches and would otherwise be penalized (log-Q
+    correction; Yi et al. 2019, https://doi.org/10.1145/3298689.3346996). Frequencies below 1 are replaced with 1. The
+    model must output vectors, as two_tower does. A row's prediction is the dot product of its query and item vectors.
 
     Args:
         temperature: Divisor of scores, > 0.
         learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option has the wrong type or is out of range.
     """
 
     reads_vectors = True

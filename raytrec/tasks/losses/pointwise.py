@@ -42,7 +42,7 @@ class Focal(BinaryCrossEntropy):
         alpha: Factor α of positives, in (0, 1); the factor of negatives is 1 − α. None: both factors are 1.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: An option is not a number or is out of range.
     """
 
     def __init__(self, gamma: float = 2.0, alpha: float | None = None):
@@ -110,7 +110,7 @@ class Huber(Loss):
         delta: Absolute error, in the label's units, above which the loss is linear; > 0.
 
     Raises:
-        ValueError: `delta` is out of range.
+        ValueError: `delta` is not a number or is out of range.
     """
 
     metrics = ("mse", "mae")
