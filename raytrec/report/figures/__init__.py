@@ -30,7 +30,7 @@ class GalleryEntry:
     missing: str
 
 
-NO_METRICS = "metrics.jsonl contains no metric at two or more steps; see the result"
+NO_METRICS = "metrics.jsonl contains none of these metrics at two or more steps; see the result"
 NO_RANKS = "ranks.jsonl contains no intervals: the first is not complete, or tracking.every_steps is null"
 NO_CURVES = "no evaluation in metrics.jsonl contains this curve, which requires labels 0 and 1"
 NO_MAP = "ranks.jsonl contains no sizes or lookups of tables for the last group of workers"

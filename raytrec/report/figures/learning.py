@@ -32,7 +32,8 @@ DASHES = ("-", "--", ":")  # with more runs than colors, colors are reused with 
 def curves(run: History) -> Figure | None:
     """Draw the metrics of training and evaluations over steps, except metrics with target 1.
 
-    The result is None if every metric has fewer than two points.
+    Metrics with fewer than two points, and training losses that equal the log loss, are omitted. The result is None if
+    no metric remains.
     """
     return _draw_over_steps(run, [each for each in _measured(run) if not each.is_ratio])
 
@@ -41,14 +42,14 @@ def curves(run: History) -> Figure | None:
 def ratios(run: History) -> Figure | None:
     """Draw the metrics with target 1, such as sum of predictions ÷ sum of labels, over steps.
 
-    The result is None if every such metric has fewer than two points.
+    Metrics with fewer than two points are omitted; the result is None if no metric remains.
     """
     return _draw_over_steps(run, [each for each in _measured(run) if each.is_ratio], right=1)
 
 
 @style.styled
 def reliability(run: History) -> Figure | None:
-    """Draw predicted and actual rates and rows per bin of predictions in the last evaluation; None if not recorded."""
+    """Draw predicted and actual rates and rows per bin in the last evaluation that recorded them; None if none did."""
     evaluation, curves = _find_last_curves(run, "reliability", ("predicted", "actual"))
     if not curves:
         return None

@@ -201,7 +201,7 @@ def limit_ticks(axis: Axis, max_ticks: int = 4, whole: bool = False) -> None:
 
 
 def fit_name(name: object, points: float, size: float = STYLE["xtick.labelsize"]) -> str:
-    """Return a name, with "…" in place of its middle if it is wider than `points` at font size `size`."""
+    """Return a name, with "…" for its middle if it exceeds 60 characters, or `points` in width at font size `size`."""
     text, max_chars = shorten_name(name, 60), 60
     while max_chars > 3 and sum(map(_measure_em, text)) * size > points:
         max_chars = min(max_chars, len(text)) - 1

@@ -157,7 +157,7 @@ def draw_throughput(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phase_totals(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, as bars for up to MAX_BARS ranks of the last worker group.
+    """Draw the milliseconds of each phase per step, as bars for the MAX_BARS slowest ranks of the last worker group.
 
     The result is None if no intervals are recorded.
     """
@@ -185,7 +185,7 @@ def draw_phase_totals(run: RunFolder) -> Figure | None:
 
 @style.styled
 def draw_phases_over_steps(run: RunFolder) -> Figure | None:
-    """Draw the milliseconds of each phase per step, over steps, in panels for up to MAX_PANELS ranks.
+    """Draw the milliseconds of each phase per step, over steps, in panels for the MAX_PANELS slowest ranks.
 
     The result is None if no intervals are recorded.
     """
