@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from raytrec.common.errors import SchemaError
 from raytrec.common.formatting import format_count
-from raytrec.config.schema import format_transform, format_yaml_scalar
+from raytrec.config.schema import advise_transform, format_transform, format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats
 
 LABEL_NAMES = tuple(
@@ -67,7 +67,8 @@ def find_role(s: ColumnStats, labels: list[str], other_labels: bool) -> Finding:
     if s.name in labels or (not labels and has_label_name(s.name)):
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
-        return Finding(s, "skipped", f"named like a label, but with values outside 0 to 1: {_values(s)}")
+        values = f" ({_values(s)})" if _values(s) else ""
+        return Finding(s, "skipped", s.trouble or f"named like a label, but not a column of numbers in [0, 1]{values}")
     if s.trouble or s.lacking or len(format_yaml_scalar(s.name)) > MAX_NAME_CHARS:
         return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
     return _add_hints(_feature(s))
@@ -167,11 +168,15 @@ def fill_weights(f: Finding) -> None:
 
 
 def _label(s: ColumnStats, why: str) -> Finding:
-    """Return the finding for a label, with a transform (binarize) if values are text or outside [0, 1]."""
+    """Return the finding for a label, with a transform (binarize) if values are text or outside [0, 1].
+
+    Raises:
+        SchemaError: The values cannot be labels.
+    """
     f = Finding(s, "label", why)
     fits = s.values and not s.is_list and s.base in ("integer", "float", "bool", "decimal", "text")
     if s.trouble or not fits:
-        trouble = s.trouble or (f"it is of type {s.type}" if s.values else "it contains only nulls")
+        trouble = s.trouble or (f"it is of type {s.type}" if s.values or s.is_list else "it contains only nulls")
         raise SchemaError(
             f"column '{s.name}' cannot be the label: {trouble}",
             where=f"column {s.name}",
@@ -198,7 +203,7 @@ def _label(s: ColumnStats, why: str) -> Finding:
 
 
 def _threshold(s: ColumnStats) -> float:
-    """Return the lowest value in the upper quarter of a label's range, or the quarter's start if values are unknown."""
+    """Return the lowest value in the upper quarter of a label's range, or the quarter's start if `few` is None."""
     start = s.lowest + 0.75 * (s.highest - s.lowest)
     above = [v for v in s.few or () if v >= start]
     least = min(above, default=start)
@@ -212,8 +217,8 @@ def _label_of_text(f: Finding) -> Finding:
             f"column '{s.name}' cannot be the label: it contains {s.distinct_text} distinct texts",
             where=f"column {s.name}",
             expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
-            do="pass another column with --label COLUMN, or convert it to 0 and 1 in data.transforms: "
-            + format_transform("binarize", s.name, positive="[TEXT, …]"),
+            do="pass another column with --label COLUMN; or write the schema by hand, and convert texts to 0 and 1: "
+            + advise_transform("binarize", s.name, positive="[TEXT, …]"),
         )
     counts = {v.decode(errors="replace") if isinstance(v, bytes) else str(v): n for v, n in s.few.items()}
     positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [min(counts, key=counts.get)]

@@ -56,7 +56,7 @@ class Scan:
         inspected_parts: Name (valid, test, …) → path, for validation and test data that were read.
         skipped_parts: Name → reason, for validation and test data that were not read.
         listing: Files of the training data, and left-out entries with reasons.
-        folders: Keys of the key=value folders that contain all files of the training data.
+        folders: Keys of key=value folders that are in the path of every file of the training data, sorted.
     """
 
     columns: list[ColumnStats]
@@ -74,20 +74,20 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
     Args:
         uri: Folder or file of training data.
         max_rows: Approximate number of rows to read from each of training, validation and test data; None: all.
-        also: Name → path of validation and test data. Data whose footers cannot be read, or that lacks a label of
-            the training data, is skipped.
+        also: Name → path of validation and test data. Data that cannot be listed, whose footers cannot be read, or
+            that lacks a label of the training data, is skipped.
         is_label: Function that returns True if a column name may be that of a label.
 
     Raises:
         DataError: The training data has no files, rows or readable columns, or a file cannot be opened.
     """
-    listing = list_files(uri, "inspect")
+    listing = list_files(uri, "PARQUET")
     footers: dict[str | None, Footers] = {None: {path: read_footer(path) for path in listing.files}}
     not_seen: dict[str, str] = {}
     labels = {name for name in _find_common_columns(footers[None]) if is_label(name)}
     for part, place in also.items():
         try:
-            files = {path: read_footer(path) for path in list_files(place, "inspect").files}
+            files = {path: read_footer(path) for path in list_files(place, "PARQUET").files}
         except DataError as error:
             not_seen[part] = error.what
             continue

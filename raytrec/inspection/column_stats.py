@@ -43,10 +43,11 @@ class ColumnStats:
         nulls_inside: Number of nulls inside lists.
         low, high: Lowest and highest finite number; inf and -inf if there are none.
         whole: True if no number has a fraction.
-        few: Value → number of occurrences; None if there are more than MAX_EXACT_VALUES distinct values.
+        few: Value → number of occurrences; None if there are more than MAX_EXACT_VALUES distinct values, and in
+            `stats_by_part`.
         lengths: Number of lists of each length, int64 [MAX_COUNTED_LENGTH + 1]; empty without lists.
         pairs: Label → value → the label's only value in rows with this value; None instead of the inner mapping
-            if the label has several values for one value.
+            if the label has several values for one value, or cannot be compared (`pair_with_labels`).
         stats_by_part: Name of validation or test data that has the column → statistics of the column there.
         hot: Counters of the most frequent whole numbers, or of the most frequent SipHash hashes of text.
         moments: float64 [5]: number of numbers x; sum and sum of squares of x − `first`; sum and sum of squares
@@ -131,7 +132,7 @@ class ColumnStats:
 
     @property
     def is_whole(self) -> bool:
-        """Return True for integers, and for floats and decimals without fractions, e.g. integers with NaN for null."""
+        """Return True for integers, and for floats and decimals that are finite and whole; NaN is ignored."""
         if self.base not in ("float", "decimal"):
             return self.base == "integer"
         return all(part.whole for part in self.parts) and not self.count("infinite")
@@ -220,8 +221,9 @@ class ColumnStats:
     def scale(self) -> Scale:
         """Return the scale that maps the numbers in training data to mean 0 and variance 1.
 
-        Logarithms are scaled instead if a number is more than LOG_SCALE_DEVIATIONS standard deviations from
-        the mean, or if the standard deviation exceeds MAX_AMOUNT.
+        A constant is mapped to 0. Without numbers, the scale has mean 0 and std 1. Logarithms are scaled instead if
+        a number is more than LOG_SCALE_DEVIATIONS standard deviations from the mean, or if the standard deviation
+        exceeds MAX_AMOUNT or overflows. `nulls` is mean if there are nulls or NaN in any data, else error.
         """
         count, apart, squares, logs, log_squares = self.moments
         nulls = "mean" if self.count_missing() else "error"
@@ -268,7 +270,7 @@ def pair_with_labels(column: ColumnStats, data: Mapping[str, pa.ChunkedArray], l
     """Add the pairs (value, label value) of a row group's rows to the column's `pairs`.
 
     The entry of a label in `pairs` becomes None if the label has several values for one value of the column, or
-    if either column cannot be read, contains lists, or has more than MAX_EXACT_VALUES distinct values.
+    the column cannot be read, or either column contains lists or has more than MAX_EXACT_VALUES distinct values.
 
     Args:
         column: Statistics of the column whose values are paired; `pairs` is changed.

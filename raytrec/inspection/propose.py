@@ -17,12 +17,12 @@ The role of a column is inferred in this order (column_roles.py):
 Struct fields are columns, such as user.age. Features share a table if their names and values agree, or if
 they have many values in common that cannot agree by chance (text, ids with large gaps; shared_tables.py).
 
-A table whose ids fill their range has one row for each id up to the highest, and `out_of_range: clamp`. For
-ordinals (at most 100 values, such as an age), larger values are read as the highest value. Other larger ids use
-one additional row, which is not trained. If only a sample was read, the table has a tenth more rows, and
-larger ids are hashed. Text, ids with large gaps and negative ids are hashed. Their table has at least ten rows
-per value (two if there are many values), so that frequent values rarely share a row (shared_tables.py). Whole
-floats are treated like integers.
+A table whose ids fill their range or are below 100,000 has one row for each id up to the highest, and `out_of_range:
+clamp`. For ordinals (at most 100 values, such as an age), larger values are read as the highest value. Other larger
+ids use one additional row, which is not trained. If only a sample was read, the table has a tenth more rows, and
+larger ids are hashed. Text, negative ids, and ids from 100,000 on with large gaps are hashed. Their table has at
+least ten rows per value (two if there are many values), so that frequent values rarely share a row
+(shared_tables.py). Whole floats are treated like integers.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def _could_be_rating(s: ColumnStats) -> bool:
 def _pair_weights(findings: list[Finding]) -> None:
     """Change the role of each list of floats named after a list of ids to weights, e.g. tags_weights for tags.
 
-    Null ids in such a list are replaced by an additional id, because removing them would shorten the list.
+    Both columns must have equally many lists of each length. Null ids are replaced by an additional id, because removal
+    would shorten their lists.
     """
     lists = {f.stats.name: f for f in findings if f.kind == "sparse" and f.stats.is_list}
     for f in findings:
@@ -171,7 +172,7 @@ def _pair_weights(findings: list[Finding]) -> None:
         floats = f.stats.is_list and f.stats.base in ("float", "decimal") and not f.stats.trouble
         if floats and owner in lists and owner != name:
             if not np.array_equal(f.stats.lengths, lists[owner].stats.lengths):
-                f.why = f"a list of floats whose lengths differ from {owner}"
+                f.why = f"lists of floats whose lengths differ from the lengths in {owner}"
                 continue
             f.kind, f.why, f.transforms = "weights", f"of {owner}", []
             fill_weights(f)

@@ -50,7 +50,7 @@ class Inspection:
 
     @property
     def tasks(self) -> list[dict]:
-        """Return the entries of `tasks` in a configuration; [] for a single label without nulls, the default task."""
+        """Return the entries of `tasks` in a configuration; [] for a single label without nulls and NaN."""
         of_labels = [f.stats for f in self.findings if f.kind == "label"]
         tasks = [{"label": s.name} | ({"nulls": "skip"} if s.count_missing() else {}) for s in of_labels]
         return tasks if len(tasks) > 1 or "nulls" in tasks[0] else []
@@ -165,7 +165,7 @@ def check_output_path(out: str, overwrite: bool) -> None:
     if not path.parent.is_dir():
         raise ConfigError("the folder does not exist", where=str(path.parent), do="create it, or correct --out")
     if path.exists() and not overwrite:
-        raise ConfigError("the file exists", where=out, do="choose another --out, or replace it with --force")
+        raise ConfigError("the file exists", where=out, do="choose another --out, or replace the file with --force")
 
 
 def to_flow_yaml(value: object) -> str:

@@ -161,7 +161,7 @@ def test_invalid_weights_masks_and_labels_are_rejected(tmp_path, columns, task, 
     [
         ({"m": ["yes", "no"]}, {"mask": "m"}, "{do: binarize, columns: [m], positive: […]}"),
         ({"w": ["1", "2"]}, {"sample_weight": "w"}, "add to data.transforms: {do: cast, columns: [w], to: float32}"),
-        ({"w": [[1.0], [2.0]]}, {"sample_weight": "w"}, "name another column, or transform each value of w to one number"),
+        ({"w": [[1.0], [2.0]]}, {"sample_weight": "w"}, "or transform each value of w to one number"),
     ],
 )
 def test_advice_for_masks_and_weights_keeps_their_role(tmp_path, column, task, expected_advice):

@@ -477,7 +477,10 @@ def test_weights_must_match_the_lengths_of_their_ids(tmp_path):
     """Training rejects rows whose weights and ids differ in length."""
     tags, weights = pa.array([[1, 2], [3, 4]] * 50), pa.array([[0.5], [1.0]] * 50)
     found = get_findings(inspect_columns(tmp_path, {"tags": tags, "tags_weights": weights}))
-    assert found["tags_weights"].kind == "skipped" and "lengths differ from tags" in found["tags_weights"].why
+    assert (
+        found["tags_weights"].kind == "skipped"
+        and "lengths differ from the lengths in tags" in found["tags_weights"].why
+    )
 
 
 def test_plural_of_ids_is_not_the_name_of_their_weights(tmp_path):
