@@ -52,7 +52,7 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter(AbstractContextManager):
-    """Sequential writer of a new file. After an error in its block, a local file is removed, and an object stays unfinished.
+    """Sequential writer of a new file. After an error in its block, a local file is removed; an object stays open.
 
     Attributes:
         size: Number of bytes written.
