@@ -84,7 +84,7 @@ class Manifest:
         if earlier_manifest.vectors != self.vectors:
             what, new = (f"vectors of the {tower} tower" if tower else "scores" for tower in towers)
             return f"the folder contains {what} instead of {new}", OTHER_FOLDER_ADVICE
-        for key, what in {"columns": "--columns", "scores": "tasks"}.items():
+        for key, what in {"columns": "carried columns (--columns)", "scores": "score columns"}.items():
             if (names := getattr(earlier_manifest, key)) != getattr(self, key):
                 return (
                     f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
@@ -151,8 +151,8 @@ class Counts:
     Attributes:
         rows: Number of rows.
         skipped: Number of unreadable rows (data.on_error: skip), whose scores are null.
-        changed: Feature → [number of ids clamped or hashed into range, number of all ids], for tables whose
-            out_of_range rule is not error.
+        changed: Feature → [number of ids clamped or hashed into range, number of all ids], for features of tables
+            whose out_of_range rule is not error.
     """
 
     rows: int = 0
@@ -196,7 +196,7 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """Yield a writer of a Parquet file, which is created only if the block succeeds."""
+        """Yield a writer of a Parquet file; on disk, the file is created only if the block succeeds."""
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
@@ -261,8 +261,8 @@ def check_output_folder(out: str, data: str) -> str:
     is_inside = target == folder if is_file else f"{target}/".startswith(f"{folder.rstrip('/')}/")
     if is_inside and ("://" in out) == ("://" in data):
         raise ConfigError(
-            "the predictions would be written into their input folder",
-            where=f"--out {out}, --data {data}",
+            f"the predictions would be written into the folder of their input {data}",
+            where=f"--out {out}",
             expected="a folder outside the input data",
             do="choose another --out",
         )

@@ -56,7 +56,7 @@ class CarriedColumns:
         """Return the schema of the carried columns of a file, without dictionary types.
 
         Raises:
-            DataError: A column does not exist, or the file contains it twice.
+            DataError: The file cannot be read, a column does not exist or exists twice, or a transform fails.
         """
         if not self.names:
             return pa.schema([])
@@ -77,7 +77,7 @@ class CarriedColumns:
         """Read the carried columns of a part of a row group, with the types of `schema`.
 
         Raises:
-            DataError: A column does not exist or cannot be decoded.
+            DataError: As for `schema`, or a column cannot be decoded.
         """
         schema, (arrow, folders) = self.schema(part.path), self._read_schema(part.path)
         raw, created, transforms, sources = self._split_columns(arrow)
@@ -138,7 +138,7 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
             f"column '{min(conflicts)}' conflicts with a score column of the same name",
             where="data.reserve_columns" if requested_columns is None else "--columns",
             expected=f"names other than {', '.join(scores)}",
-            do="omit it from --columns ('' selects no columns)",
+            do="select only other columns with --columns ('' selects no columns)",
         )
     return names
 
@@ -173,7 +173,7 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
     Args:
         dataset: Dataset to cut into spans.
         batch_rows: Maximum number of rows in one rank's batch.
-        span_rows: Minimum number of rows in a span; see MIN_SPAN_ROWS.
+        span_rows: Minimum number of rows in a span, except the last of a file; MIN_SPAN_BATCHES batches if larger.
     """
     min_rows = max(span_rows, MIN_SPAN_BATCHES * batch_rows)
     all_pieces, spans = Order.evaluation(batch_rows, 1).pieces(dataset), []

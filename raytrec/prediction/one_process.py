@@ -87,12 +87,13 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
     """Load a checkpoint's model on CPU, with tables that contain only the rows in `used`.
 
     The model computes in float32 regardless of train.matmul, because CPUs without bfloat16 units are slower in
-    bfloat16, and onnxruntime does not support bfloat16 matrix products on CPUs. With train.ema, the averages of the
-    dense weights are loaded.
+    bfloat16, and onnxruntime does not support bfloat16 matrix products on CPUs. With train.ema, averages of the dense
+    weights are loaded if the checkpoint contains them.
 
     Args:
         saved: Checkpoint of the model.
-        used: Table → indices of the rows to load, which become rows 0, 1, … of the model's table.
+        used: Table → indices of the rows to load, which become rows 0, 1, … of the model's table. A table without
+            such rows gets one row of zeros.
         as_stored: Function that rounds table rows; see `compute_outputs`.
     """
     config, schema = saved.config.model_copy(deep=True), saved.schema

@@ -57,8 +57,8 @@ class Predictions(Result):
         metrics: Metrics of the complete folder: predict.rows, predict.files, predict.skipped_rows,
             predict.skipped_files, predict.ids (number of ids in tables that clamp or hash ids into range),
             predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
-            hashed ids). Metrics of this call: predict.rows_per_s (None if all files were complete),
-            world_size and seconds. Also name and checkpoint.
+            hashed ids). Metrics of this call: predict.rows_per_s (None if no rows were left to predict), world_size
+            (0 if all files were complete) and seconds. Also name and checkpoint.
         columns: Columns of the output files, in order.
     """
 
@@ -100,8 +100,8 @@ def predict(
     Raises:
         RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than
             scaling.max_failures.
-        ConfigError: `out` contains other files or other predictions, a setting is invalid, or the model does not
-            compute query and item vectors.
+        ConfigError: `out` is inside `data` or contains other files or predictions, a setting is invalid, or `vectors`
+            is set but the model does not compute query and item vectors.
         DataError: The input is missing or damaged, or does not match the schema.
 
     Example:
@@ -153,7 +153,7 @@ def _pairs(metrics: dict[str, Any]) -> Pairs:
     pairs = [
         ("rows", f"{metrics['predict.rows']:,}"),
         ("files", f"{metrics['predict.files']:,}"),
-        ("rows per second", f"{speed:,.0f}" if speed else "all files were already complete"),
+        ("rows per second", f"{speed:,.0f}" if speed else "all rows were already predicted"),
         ("seconds", f"{metrics['seconds']:,.1f}"),
     ]
     if ids := metrics["predict.ids"]:
@@ -201,7 +201,7 @@ def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], f
     """Return the carried columns, after checking that they exist for every file.
 
     Raises:
-        DataError: A column does not exist for a file.
+        DataError: As for `CarriedColumns.schema`.
     """
     folder_values = [parse_folder_values(path) for path in files]
     keys = set.intersection(*map(set, folder_values)) if folder_values else set()
@@ -256,8 +256,9 @@ def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Da
     """
     complete, counts = target.find_finished(task, target.list_names()), Counts()
     if missing := [path for path in task.files if path not in complete]:
+        others = f" and {format_count(len(missing) - 1, 'other input file')}" if len(missing) > 1 else ""
         raise RunError(
-            f"the predictions of {format_count(len(missing), 'input file')} are missing, such as {missing[0]}",
+            f"the predictions of {missing[0]}{others} are missing",
             where=target.uri,
             expected="a folder that all nodes share and only raytrec writes to",
             do="repeat the command; complete files are kept",

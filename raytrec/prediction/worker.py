@@ -39,6 +39,7 @@ def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
 
     Raises:
         Restart: The worker group must be restarted; raised on all ranks. Spans that have been written are kept.
+        DataError, RunError: The input cannot be read, or the output cannot be written.
     """
     import torch.distributed as dist
 
@@ -185,7 +186,7 @@ class SpanWriter:
 
         Args:
             span: Span that has been predicted.
-            scores: Scores of each task, float32 [rows] or [rows, classes].
+            scores: Scores of each task, float32 [rows] or [rows, classes]; or one array of vectors, [rows, width].
             present: True for rows that were read, bool [rows]. The scores of all other rows are written as nulls.
             counts: Counts of the span's rows.
         """
@@ -228,7 +229,7 @@ def _make_schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataT
 
 
 def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
-    """Return a task's scores as a column of type float or, for classes, list<float>; null for absent rows."""
+    """Return scores as a column: float for one score per row, list<float> for classes and vectors; null if absent."""
     absent = ~present
     if scores.ndim == 1:
         return pa.array(scores, pa.float32(), mask=absent if absent.any() else None)
@@ -255,7 +256,8 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         part_counts = Counts.from_footer(footers[-1], binding)
         if part_counts is None or part_counts.rows != span.rows:
             what = "an intermediate file of predictions is damaged or has changed"
-            raise RunError(what, where=name, expected=format_count(span.rows, "row"), do=REPEAT_ADVICE)
+            expected = f"{format_count(span.rows, 'row')} of the same predictions"
+            raise RunError(what, where=name, expected=expected, do=REPEAT_ADVICE)
         counts += part_counts
     schema = footers[0].schema.to_arrow_schema().with_metadata(counts.metadata(binding))
     with _report_write_errors(task), folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
@@ -275,9 +277,10 @@ def _read_part(read: Callable[[str], Any], name: str) -> Any:
 
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
-    """Write an empty file of predictions for an input file without rows."""
+    """Write an empty file of predictions for an input file without rows; raise RunError if writing fails."""
     schema = _make_schema(task, task.carried.schema(path), scores, Counts())
-    with PredictionFolder(task.out).open_parquet_writer(task.name_of(path), schema) as writer:
+    folder = PredictionFolder(task.out)
+    with _report_write_errors(task), folder.open_parquet_writer(task.name_of(path), schema) as writer:
         writer.write_table(schema.empty_table())
 
 

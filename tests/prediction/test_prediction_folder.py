@@ -118,7 +118,7 @@ def test_predict_command_writes_files_and_reports_metrics(run, data, tmp_path, f
     assert (figures["predict.ids"], figures["predict.changed_ids"]) == (500, figures["changed"]["user"])
     assert figures["checkpoint"].endswith("step-0000000020")
     shown = CliRunner().invoke(app, words[:-1])
-    assert "all files were already complete" in shown.stdout and "ids clamped or hashed" in shown.stdout
+    assert "all rows were already predicted" in shown.stdout and "ids clamped or hashed" in shown.stdout
     assert len(fake_group) == 1
 
 
@@ -205,9 +205,9 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
     )
     refused(ConfigError, "'row' is repeated", columns=["row", "row"])
     refused(ConfigError, "'score' conflicts with a score column", columns=["score"])
-    refused(ConfigError, "into their input folder", out=data / "scores")
-    refused(ConfigError, "into their input folder", data=data / "part-0.parquet", out=data)
-    refused(ConfigError, "different --columns: row", "choose another --out", columns=["row", "price"])
+    refused(ConfigError, "into the folder of their input", out=data / "scores")
+    refused(ConfigError, "into the folder of their input", data=data / "part-0.parquet", out=data)
+    refused(ConfigError, "different carried columns (--columns): row", "choose another --out", columns=["row", "price"])
     refused(ConfigError, "contains predictions of checkpoint", "step-0000000020", checkpoint=10)
     refused(ConfigError, "tables.user.out_of_range=hash", overrides=["tables.user.out_of_range=clamp"])
     refused(ConfigError, "does not apply to a trained model", overrides=["model.top_mlp=[3]"])
