@@ -71,13 +71,13 @@ def index(
 
     Returns:
         Result: Metrics, as in index.json: index.items, index.width, index.faiss (None: exact search only),
-            index.recall@10 and @100 of faiss (for fewer items, at their number), index.queries (their number),
-            index.queried (location of the queries), index.faiss_sha256; item, name, checkpoint, world_size,
-            seconds and the counts of `predict`.
+            index.recall@10 and @100 of faiss (only up to the number of items; below 10 items, at their number),
+            index.queries (number of queries), index.queried (their location), index.faiss_sha256; item, name,
+            checkpoint, world_size, seconds and the counts of `predict`.
 
     Raises:
-        ConfigError: faiss is not installed or rejects the specification, the model has no query and item
-            vectors, or the name of an item column is reserved.
+        ConfigError: As in `predict`; or faiss is not installed or rejects the specification, the model has no query
+            and item vectors, or the name of an item column is reserved.
         RunError, DataError: As in `predict`; or an item lacks a key, or two items have the same key.
 
     Example:
@@ -138,9 +138,9 @@ def _check_columns(names: list[str]) -> None:
     if reserved := [name for name in names if name in RESERVED_COLUMNS]:
         raise ConfigError(
             f"item column '{reserved[0]}' conflicts with a column that raytrec adds",
-            where="--columns",
+            where="--items",
             expected=f"names other than {', '.join(RESERVED_COLUMNS)}",
-            do="list the columns to keep with --columns without this column, or rename it in the items",
+            do="rename it in the items, or, unless it is the key, list the other columns with --columns",
         )
 
 
@@ -212,6 +212,6 @@ def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, An
 
 def _write_file(out: str, name: str, data: bytes) -> None:
     """Write a file of the index. Raise RunError if the file cannot be written."""
-    do = "free disk space and repeat the command; the vectors are kept"
+    do = "correct the cause, such as a full disk, and repeat the command; the vectors are kept"
     with convert_os_errors("the index cannot be written", where=join_uri(out, name), do=do):
         OutputFolder(out).write(name, data)

@@ -75,9 +75,9 @@ class Index:
 
         Args:
             vectors: Query vectors, float [Q, D], or [D] for a single query (raytrec.load(…).vectors).
-            k: Number of items for each query.
-            leave_out: Keys of items to exclude for each query, such as items already seen; None: exclude
-                nothing.
+            k: Maximum number of items for each query.
+            leave_out: Keys of items to exclude for each query, such as items already seen. None, for all queries or
+                for a single query: exclude nothing.
             exact: If True, search exactly even if there is a faiss index.
 
         Returns:
@@ -168,6 +168,7 @@ def load_index(folder: str) -> Index:
 
     Raises:
         RunError: The folder contains no index, or an index that is damaged or cannot be read.
+        DataError: The path is not valid, or the store cannot be reached.
         ConfigError: The index requires faiss, which is not installed.
 
     Example:
