@@ -40,7 +40,8 @@ WORKER_COMMANDS[service.serve] = "serving"
 def _wrap_command(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that exits with 128 plus the signal's number if a signal interrupts the command.
 
-    Commands with workers first start the warm process, which imports torch and other packages for the workers.
+    Commands with workers first start the warm process, which imports torch and other packages for the workers, unless
+    the command joins a running cluster.
     """
 
     @wraps(command)

@@ -138,7 +138,7 @@ def convert(
     checkpoint: Checkpoint = None,
     allow_code: AllowCode = False,
 ):
-    """Write a copy of a checkpoint whose tables have another kind or size, for a warm start.
+    """Write a copy of a checkpoint in which some tables have another kind or size, for a warm start.
 
     For example: --table user=managed
 
@@ -174,7 +174,7 @@ def report(run: RunFolder, out: str | None = None):
 
 
 def track(run: RunFolder, allow_code: AllowCode = False, follow: bool = False):
-    """Write the records of a run that MLflow lacks, e.g. because its server was unavailable when the run ended.
+    """Send a run's missing records to MLflow, e.g. because its server was unavailable when the run ended.
 
     Options:
         follow: Continue until standard input ends, while another process executes the run.

@@ -71,7 +71,7 @@ def promote(
         uri: Export to which the service switches; omit it with --rollback.
         service: Address of the service.
         name: Name of the service, used to find its token.
-        rollback: Remove the challenger, or switch back to the previous version if there is none.
+        rollback: Remove the challenger, or, without a challenger, switch back to the previous version.
         share: Share of requests that the challenger serves or, with --shadow, scores; default with --shadow: all.
         shadow: Let the challenger score requests only for the log and metrics, not for responses.
     """
@@ -87,7 +87,7 @@ def verify(
     name: str | None = None,
     json: Json = False,
 ):
-    """Compare rows, managed ids and dense weights of a service with a checkpoint. The exit code is 1 if any differ.
+    """Compare rows, managed ids and dense weights of a service with a checkpoint. The exit code is 0 if all are equal.
 
     Options:
         service: Address of the service, such as http://127.0.0.1:8000.
