@@ -36,7 +36,6 @@ from raytrec.compat.versions import SUPPORTED_VERSIONS
 ANSWER_TIMEOUT_S = 30.0  # a busy machine may respond late; machines that do not listen are detected earlier
 SCHEME = "ray://"
 STARTUP_TIMEOUT_S = 5.0  # time for a cluster that is starting to listen at its address
-START_CLUSTER_HINT = "start a cluster with `raytrec head`, or omit the address to start a local Ray cluster"
 AUTH_MODE_VARIABLE, TOKEN, TOKEN_PATH_VARIABLE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 
@@ -49,8 +48,8 @@ def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
 
     Args:
         create: True to create a token for a new cluster if there is none.
-        is_local_only: True if only this process and its children use the new cluster. The token is then kept
-            in their environment if its file cannot be written or read.
+        is_local_only: True if only this process and its children use the new cluster. A new token is then kept
+            in their environment if the file cannot be written or read.
 
     Raises:
         RunError: The token is missing and must not be created, or cannot be stored or read.
@@ -107,13 +106,13 @@ def _require_token_file(create: bool, local_only: bool) -> None:
         raise RunError(
             f"cannot {'store' if create else 'read'} the token of the Ray cluster: {error.strerror}",
             where=str(file),
-            expected="a file that this user can write and read, or a token in the environment",
-            do=f"set {TOKEN_PATH_VARIABLE}=FILE to a writable file, or set {TOKEN}",
+            expected=f"a file that this user can {'write and ' * create}read, or a token in the environment",
+            do=f"set {TOKEN_PATH_VARIABLE}=FILE to such a file, or set {TOKEN}",
         ) from None
     if not is_readable:
         raise RunError(
-            "the token of the Ray cluster is missing",
-            where=f"{TOKEN} is not set, and {file} is missing or unreadable",
+            f"the token of the Ray cluster {'cannot be read' if file.is_file() else 'is missing'}",
+            where=f"{file}; {TOKEN} is not set",
             expected="the token of the cluster, which its owner can provide",
             do=f"store the token in {file} (chmod 600), or set {TOKEN_PATH_VARIABLE}=FILE; "
             f"if the cluster requires no token, set {AUTH_MODE_VARIABLE}=disabled",
@@ -128,11 +127,11 @@ def check_cluster(address: str, address_source: str) -> None:
 
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
-        address_source: Source of the address for errors, such as scaling.address=auto.
+        address_source: Source of the address for errors: KEY=ADDRESS, such as scaling.address=auto, or the address.
 
     Raises:
-        RunError: No Ray cluster responds at the address, or the cluster refuses the token, requires a token that
-            this process lacks, or was started without a token.
+        RunError: No Ray cluster responds at the address, or, without TLS, the cluster refuses the token, requires a
+            token that this process lacks, or (except with ray://) was started without a token that this process has.
     """
     _check_listening(address, address_source)
     _check_token(address, address_source)
@@ -154,8 +153,15 @@ def _check_listening(address: str, source: str) -> None:
         f"cannot connect to a Ray cluster at {address.removeprefix(SCHEME)}: {why}",
         where=source,
         expected="the address of a running cluster that this machine can reach",
-        do=START_CLUSTER_HINT + (" (unset RAY_ADDRESS)" if source.startswith("RAY_ADDRESS") else ""),
+        do=get_start_hint(source),
     )
+
+
+def get_start_hint(source: str) -> str:
+    """Return the advice for an address without a cluster, given the source of the address as in `check_cluster`."""
+    option, equals, _ = source.partition("=")
+    other = f"{'unset' if option == 'RAY_ADDRESS' else 'omit'} {option} to start a local Ray cluster"
+    return f"start a cluster with `raytrec head`, or {other if equals else 'forward the port of a running cluster'}"
 
 
 def _check_token(address: str, source: str) -> None:
@@ -173,7 +179,7 @@ def _check_token(address: str, source: str) -> None:
                 "the cluster requires a token" if no_token else "the cluster refuses the token",
                 where=source,
                 expected="the token with which the cluster was started",
-                do=f"store the token in {token_file()} (chmod 600), or set {TOKEN_PATH_VARIABLE} to its file{no_token}",
+                do=f"store this token in {describe_token_source()}{no_token}",
             )
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
             raise RunError(

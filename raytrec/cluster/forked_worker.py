@@ -5,7 +5,7 @@ This process asks the warm process to fork a worker, and exits when the worker e
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
 Ray runs this file as a script, which imports as few modules as possible. The script runs Ray's own script if there is
-no warm process, if the warm process does not respond or refuses, and for workers with another interpreter.
+no warm process, if the warm process does not respond or refuses, and for workers with another interpreter or command.
 """
 
 import json
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _quote_interpreter(settings: dict) -> str:
-    """Return a runtime environment as JSON with a quoted interpreter, which Ray 2.60 writes into a shell command."""
+    """Return a runtime environment as JSON; quote the path of its interpreter, which Ray 2.60 puts into a command."""
     from shlex import quote
 
     interpreter = settings.get("py_executable") or sys.executable

@@ -55,7 +55,7 @@ def make_folder() -> tuple[Path, int]:
     """Create a private folder, and return it with a file descriptor; `sweep` keeps it while the descriptor is open.
 
     Raises:
-        RunError: The folder cannot be created.
+        RunError: The folder cannot be created, or the path in RAY_TMPDIR is too long.
     """
     base = find_base_folder()
     with convert_os_errors("cannot create a folder for Ray's files", where=str(base), do=FOLDER_ADVICE):
@@ -149,7 +149,7 @@ def _remove(folder: Path) -> None:
 
 @contextmanager
 def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Callable[[int], None]) -> Iterator[None]:
-    """Keep the files of a Ray cluster started in the block in a folder, and its processes in separate sessions.
+    """Make a Ray cluster that is started in the block use `folder` for its files, and separate process sessions.
 
     If this process ends, the kernel still kills Ray's processes (Ray sets PR_SET_PDEATHSIG). After the block, which
     must shut Ray down, the remaining processes are killed.
@@ -225,7 +225,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
         cpus: Number of logical CPUs; default: all CPUs of the machine.
 
     Raises:
-        RunError: A port cannot be used or is given twice, or the token cannot be stored.
+        RunError: A port cannot be used or is given twice, or the token or Ray's folder cannot be created.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     use_token(create=True)
@@ -261,7 +261,8 @@ def check_ports(ports: dict[str, int]) -> None:
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
                 expected="a free port from 1024 to 65535 on this machine",
-                do="choose another port, or stop the process that uses this port, such as `raytrec head`",
+                do="choose another port"
+                + ", or stop the process that uses it, e.g. `raytrec head`" * (1024 <= port < 65536),
             )
 
 

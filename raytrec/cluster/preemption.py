@@ -70,6 +70,7 @@ def announce_preemption(seconds: float, node: str | None = None, address: str = 
 
     Raises:
         SystemExit: Ray rejected the request; the exception contains Ray's reason.
+        ConnectionError: There is no cluster at the address.
     """
     import logging
 

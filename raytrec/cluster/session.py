@@ -13,7 +13,7 @@ from pathlib import Path
 from threading import Thread, current_thread, main_thread
 from typing import Any, NoReturn
 
-from raytrec.cluster.access import START_CLUSTER_HINT, check_cluster, check_version_mismatch, use_token
+from raytrec.cluster.access import check_cluster, check_version_mismatch, get_start_hint, use_token
 from raytrec.cluster.lifeline import GCS, RAYLET, RayLost
 from raytrec.cluster.local_ray import create_private_folder, isolate_sessions, list_local_heads, listens
 from raytrec.cluster.warm_process import TRAINING, fork_workers, warm_up
@@ -72,8 +72,9 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
         any_versions: True to skip the check of installed package versions.
 
     Raises:
-        RunError: A package has an unsupported version, a local cluster does not start, or the running cluster
-            cannot be reached, refuses the token, or runs another version of Ray.
+        RunError: A package has an unsupported version; the token is missing or cannot be stored; a local cluster does
+            not start; or the running cluster cannot be reached, is one of several (auto), refuses the token, was
+            started without a token, or runs another version of Ray or Python.
     """
     if not any_versions:
         require_versions()
@@ -231,7 +232,7 @@ def _connect(where: str, **options: Any) -> None:
             "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL=minor here and where Ray is started",
         )
         joins, is_late = "ADDRESS" in where.upper(), ray_start.STARTUP_TIMEOUT_TEXT in str(error)
-        do = START_CLUSTER_HINT if joins else "try again when the machine has less load" if is_late else None
+        do = get_start_hint(where) if joins else "try again when the machine has less load" if is_late else None
         what = f"cannot {'connect to' if joins else 'start'} Ray: {get_first_line(error)}"
         raise RunError(what, where=where, do=do) from None
     ray_start.silence_workers()  # raytrec reports worker exits itself
@@ -274,7 +275,7 @@ def stay_on_loopback() -> None:
 
 
 def get_loopback_environment() -> dict[str, str]:
-    """Return the environment variables with which a new cluster, gloo and NCCL use only the loopback interface."""
+    """Return the environment variables that by default limit a new cluster and, on Linux, gloo and NCCL to loopback."""
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
     return ray_start.get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 

@@ -126,7 +126,7 @@ def stop_warm_process() -> None:
 
 @contextmanager
 def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
-    """Keep a warm process during the block, so that a local cluster started in the block forks its workers.
+    """Keep a warm process during the block, in which a local cluster forks workers; do nothing if Ray is connected.
 
     Args:
         alone: True if the block starts a local cluster. False if the block joins a cluster, whose raylets start
@@ -148,7 +148,7 @@ def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
 
 @contextmanager
 def fork_workers(folder: Path) -> Iterator[tuple[dict[str, str], Callable[[int], None]]]:
-    """Make a local Ray cluster that is started in the block fork its workers, if there is a warm process.
+    """Make a local Ray cluster that is started in the block fork its workers, if a warm process is not yet in use.
 
     Args:
         folder: Private folder for the socket of the warm process.
