@@ -68,7 +68,7 @@ def has_history_name(f: Finding) -> bool:
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """Return the tables of sparse findings. In order, lists last, each finding can join the table of an earlier finding."""
+    """Return the tables of sparse findings. In order, lists last, each one can join an earlier finding's table."""
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)
