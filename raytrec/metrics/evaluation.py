@@ -98,8 +98,8 @@ class TaskRows:
         for metric, sums in zip(self._ranked, totals, strict=True):
             defined = ranked.both_classes
             figures[metric.name] = float(metric.figure(sums)) if defined else None
-            if binned and defined:
-                figures[metric.name + BOUND_SUFFIX] = float(metric.bound(sums))
+            if binned and defined and (bound := metric.bound(sums)) is not None:
+                figures[metric.name + BOUND_SUFFIX] = float(bound)
         for each in self._metrics:
             if (points := each.ranked_curve(ranked)) is not None:
                 curves[self._key(each.ranked_curve.__name__)] = {**points, "metric": self._key(each.name)}

@@ -122,9 +122,9 @@ class RankedMetric(Metric):
     takes = ("probability", "number", "score")
 
     @classmethod
-    def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor:
-        """Return the maximum error of `figure` if predictions are binned (eval.max_exact_rows); else not called."""
-        raise NotImplementedError
+    def bound(cls, sums: Mapping[str, torch.Tensor]) -> float | torch.Tensor | None:
+        """Return the maximum error of `figure` if predictions are binned (eval.max_exact_rows); None: unknown."""
+        return None
 
 
 class GroupMetric(Metric):

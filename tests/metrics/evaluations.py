@@ -8,12 +8,21 @@ from ranks import run_on_ranks
 from small import SCHEMA
 
 from raytrec.config.tasks import EvalSection, TaskSection
+from raytrec.metrics.builtin.ranking import AUC
+from raytrec.metrics.registry import RankedMetric, metric
 from raytrec.metrics.selection import Selection
 from raytrec.tasks.outputs import StepOutputs, TaskOutputs
 from raytrec.tasks.task import key_columns, resolve_tasks
 
 PARTS = {1: [1.0], 2: [0.3, 1.0], 3: [0.2, 0.2, 1.0]}  # cumulative shares of rows; one rank has no rows
 BATCHES = 4
+
+
+@metric("auc_of_user", title="AUC", label="AUC", better="higher")
+class UnboundedAUC(RankedMetric):
+    """Metric of a user, who has not defined an error bound."""
+
+    sums, figure = staticmethod(AUC.sums), staticmethod(AUC.figure)
 
 
 @dataclass(frozen=True)

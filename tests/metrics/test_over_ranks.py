@@ -164,6 +164,13 @@ def test_curves_match_the_rows(found):
     assert curves["reliability"]["rows"] == [25] * 20
 
 
+def test_binned_metric_without_error_bound_is_reported():
+    case = CASES["no ties, no weights"]
+    case = Case(**{**vars(case), "metrics": ["evaluations:UnboundedAUC", "auc"], "settings": {"max_exact_rows": 40}})
+    ((figures, _),) = evaluations(1, [case])[0]
+    assert figures["auc_of_user"] == figures["auc"] and "auc_of_user_bound" not in figures
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_binned_metrics_are_within_their_error_bound(world):
