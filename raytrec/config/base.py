@@ -105,6 +105,7 @@ def read_settings(uri: str, what: str, missing: RaytrecError) -> Any:
 
     Raises:
         RaytrecError: The file does not exist, cannot be read, or is not YAML. The error has the type of `missing`.
+        DataError: The URI is invalid, or its store cannot be reached.
     """
     try:
         return read_yaml(uri)

@@ -17,7 +17,7 @@ RUN_NAME_PATTERN = re.compile(r"\w[\w .,:+=@()-]{0,149}")
 
 
 def to_run_name(text: str) -> str:
-    """Return a valid run name derived from a text, of at most 101 characters; other characters become underscores."""
+    """Return a valid run name of at most 101 characters, made from a text by replacing invalid characters with _."""
     name = re.sub(r"[^\w .,:+=@()-]", "_", text)[:100].encode()[:150].decode(errors="ignore").rstrip()
     return name if RUN_NAME_PATTERN.fullmatch(name) else f"_{name}"
 
@@ -99,7 +99,7 @@ class DataSection(Section):
     partitions: PartitionRange = Field(default_factory=PartitionRange)
     """Partitions of data.train to train on, for folders such as date=2026-11-01/hour=07."""
     valid: Annotated[Folders | None, FREE, Mark.COMMON] = None
-    """Files or folders on which the model is evaluated every train.eval_every_steps steps, as for data.train."""
+    """Files or folders (see data.train) on which the model is evaluated every train.eval_every_steps steps."""
     test: Annotated[Folders | None, FREE, Mark.COMMON] = None
     """Files or folders on which the model is evaluated at the end; default: data.valid, else data.holdout's rows."""
     schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")

@@ -108,10 +108,11 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
         )
     for table in tables:
         if schema.tables[table].ids:
+            count = "a number as count, and " if transform.count == "all" else ""
             raise ConfigError(
                 f"ids are drawn for table {table} as row numbers, but its ids are managed: arbitrary numbers or text",
                 where=where,
-                expected="vocabulary: FILE, a text or Parquet file of the ids to draw from",
+                expected=f"{count}vocabulary: FILE, a text or Parquet file of the ids to draw from",
                 do="write the ids to a file, one per line; or set rows if the ids are 0 to rows - 1",
             )
     return min(schema.tables[table].rows for table in tables)
@@ -120,8 +121,8 @@ def _get_table_rows(transform: Sample, schema: Schema) -> int:
 def select_needed_transforms(transforms: tuple[Transform, ...], columns: list[str]) -> tuple[Transform, ...]:
     """Return the transforms on which `columns` depend, reduced to the needed columns.
 
-    The inputs on which each output of a user-defined function depends are unknown. The function is kept as a
-    whole if it writes a needed column, or if it does not name its outputs.
+    A user-defined function or a `sample` is kept as a whole if it writes a needed column, because the inputs of each
+    output are unknown. A function that does not name its outputs is always kept.
     """
     needed, selected = set(columns), []
     for transform in reversed(transforms):

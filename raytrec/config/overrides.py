@@ -62,21 +62,19 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     if not equals or not all(parts):
         # The text after = may be a secret.
         shown = shorten_repr(key.strip() if equals else hide(override))
-        raise ConfigError(f"{shown} is not an override", where="command line", expected="section.key=value")
+        raise ConfigError(f"{shown} is not an override", where="overrides", expected="section.key=value")
     if len(parts) == 1 and parts[0] not in sections:
         expected = "section.key=value, or section={key: value, …} for a whole section"
         what = f"there is no section {shorten_repr(parts[0])}"
-        raise make_unknown_word_error(what, parts[0], sections, "command line", expected)
+        raise make_unknown_word_error(what, parts[0], sections, "overrides", expected)
     try:
         value = parse_yaml(text) if text else None
     except UnreadableError as error:
         raise ConfigError(
-            f"{shorten_repr(text)} is not a YAML value: {error}", where=f"command line, {shorten_repr(key)}"
+            f"{shorten_repr(text)} is not a YAML value: {error}", where=f"override {shorten_repr(key)}"
         ) from None
     if len(parts) > 1 and parts[0] == "tasks" and not values.get("tasks"):
-        raise ConfigError(
-            "the configuration lists no tasks", where=f"command line, {key}", expected="tasks=[{label: …}]"
-        )
+        raise ConfigError("the configuration lists no tasks", where=f"override {key}", expected="tasks=[{label: …}]")
     for depth, part in enumerate(parts[:-1]):
         if isinstance(values, list):
             values = _find_entry(values, part, key, ".".join(parts[:depth]))
@@ -85,12 +83,12 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
             values[part] = {}
         values = values[part]
         if not isinstance(values, (dict, list)):
-            raise ConfigError(f"'{part}' is a value, not a section", where=f"command line, {key}")
+            raise ConfigError(f"'{part}' is a value, not a section", where=f"override {key}")
     if isinstance(values, list):
         whole = f"{'.'.join(parts[:-1])}=[…] with the whole list"
         raise ConfigError(
             f"'{parts[-2]}' is a list and has no keys",
-            where=f"command line, {key}",
+            where=f"override {key}",
             expected=f"tasks.NAME.KEY, or {whole}" if parts[:-1] == ["tasks"] else whole,
         )
     values[parts[-1]] = value
@@ -98,12 +96,12 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
 
 def _find_entry(values: list, name: str, key: str, list_key: str) -> dict[str, Any]:
     """Return the entry with this name in the list `list_key`, such as tasks. A task without a name has its label."""
-    entries = [each for each in values if isinstance(each, dict)]
+    entries = [each for each in values if isinstance(each, dict) and (each.get("name") or each.get("label"))]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:
         expected = "" if names else f"{list_key}=[…] with the whole list"
         what = f"no entry of {list_key} is named '{name}'"
-        raise make_unknown_word_error(what, name, names, f"command line, {key}", expected)
+        raise make_unknown_word_error(what, name, names, f"override {key}", expected)
     return entries[names.index(name)]
 
 

@@ -79,17 +79,18 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check_combinations(self) -> RunConfig:
         data, train, minimum, workers = self.data, self.train, self.scaling.min_workers, self.scaling.max_workers
+        workers_key = f"scaling.num_workers{'' if isinstance(self.scaling.num_workers, int) else '.max'}"
         if minimum > workers:
             raise ValueError(f"scaling.num_workers.min ({minimum}) exceeds scaling.num_workers.max ({workers})")
         if data.lanes < workers:
             raise ValueError(
-                f"data.lanes is {data.lanes}, but scaling.num_workers is {workers}: each worker "
+                f"data.lanes is {data.lanes}, but {workers_key} is {workers}: each worker "
                 "reads at least one lane; increase data.lanes"
             )
         if data.global_batch_size < workers:
             raise ValueError(
-                f"data.global_batch_size is {data.global_batch_size}, but scaling.num_workers is "
-                f"{workers}: each worker needs at least one row of a batch"
+                f"data.global_batch_size is {data.global_batch_size}, but {workers_key} is {workers}: each worker "
+                "needs at least one row of a batch"
             )
         if train.compile == "graphs" and self.scaling.device == "cpu":
             raise ValueError(
@@ -116,7 +117,7 @@ class RunConfig(Section):
                 "excludes data.valid, data.holdout and train.early_stopping.restore_best"
             )
         if every and not (data.valid or data.test or data.holdout):
-            raise ValueError("train.eval_every_steps needs one of data.valid, data.holdout and data.test")
+            raise ValueError("train.eval_every_steps is set, but none of data.valid, data.holdout and data.test is")
         return self
 
     @property
@@ -136,7 +137,11 @@ class RunConfig(Section):
         return self.model_dump(by_alias=True, mode="json", exclude_defaults=True)
 
     def with_overrides(self, overrides: Overrides) -> RunConfig:
-        """Return a copy with overrides applied; if they change model.name, unset keys get the new model's defaults."""
+        """Return a copy with overrides applied; if they change model.name, unset keys get the new model's defaults.
+
+        Raises:
+            ConfigError: An override is malformed, or the result is invalid, e.g. sets a key that the new model lacks.
+        """
         return load_config(self.get_changed_values(), overrides)
 
 
@@ -158,8 +163,10 @@ def load_config(
         allow_code: True to accept code and servers named by values that another user may have written.
 
     Raises:
-        ConfigError: The file does not exist or is not YAML, the values name code that is not allowed, or keys, types or
-            combinations are invalid. Up to MAX_MISTAKES mistakes are listed, with the nearest key for an unknown key.
+        ConfigError: The file cannot be read or is not YAML, the values name code that is not allowed, an override is
+            malformed, or keys, types or combinations are invalid. Up to MAX_MISTAKES mistakes are listed, with the
+            nearest key for an unknown key.
+        DataError: The URI of the file is invalid, or its store cannot be reached.
     """
     if isinstance(source, RunConfig):
         values, where = source.model_dump(by_alias=True), "RunConfig"
@@ -181,7 +188,7 @@ def load_config(
         raise ConfigError(
             _format_mistakes(error, values),
             where=where + (f" with {' '.join(map(hide_override_secrets, overrides))}" if overrides else ""),
-            do="correct these keys; `raytrec config --schema` describes all keys and their values",
+            do="correct the configuration; `raytrec config --schema` describes all keys and their values",
         ) from None
 
 

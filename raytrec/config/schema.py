@@ -68,7 +68,7 @@ class Schema(SchemaPart):
     def _check_consistency(self) -> Schema:
         for name, feature in self.sparse.items():
             if feature.table not in self.tables:
-                near = format_suggestion(feature.table, self.tables) or f"; tables are {', '.join(self.tables)}"
+                near = format_suggestion(feature.table, self.tables) or f" (tables: {', '.join(self.tables)})"
                 raise ValueError(f"sparse.{name}.table: there is no table '{feature.table}'{near}")
             if feature.side_features and feature.pooling != "sequence":
                 raise ValueError(f"sparse.{name}.side_features: side features require pooling: sequence")
@@ -83,10 +83,9 @@ class Schema(SchemaPart):
         self._check_candidates()
         for name in self.tables:
             if name != to_table_name(name) or not name:
-                raise ValueError(
-                    f"tables.{name}: the name must not be empty, contain a dot, or be an attribute of "
-                    "torch's modules" + (f"; use '{to_table_name(name)}'" if name else "")
-                )
+                fault = "contains a dot" if "." in name else "is an attribute of torch's modules"
+                advice = f"tables.{name}: the name {fault}; use '{to_table_name(name)}'"
+                raise ValueError(advice if name else "tables: the name of a table is empty")
         if unused := set(self.tables) - {f.table for f in self.sparse.values()}:
             raise ValueError(f"tables: no sparse feature looks up {', '.join(sorted(unused))}")
         single = [*self.labels, *self.dense]
@@ -106,7 +105,8 @@ class Schema(SchemaPart):
                 )
             spec = self.sparse.get(name)
             if spec and (spec.weights is not None or spec.pooling == "sequence"):
-                raise ValueError(f"candidates: {name} has weights or is a sequence; a candidate has one id per feature")
+                fault = "is a sequence" if spec.pooling == "sequence" else "has weights"
+                raise ValueError(f"candidates: {name} {fault}, but a candidate has one id per feature")
         if self.candidates and not self.select_candidate_names(self.sparse):
             raise ValueError("candidates: at least one sparse feature is required, to count each row's candidates")
 
@@ -135,7 +135,7 @@ class Schema(SchemaPart):
         return features
 
     def get_ids_column(self, feature: str) -> str:
-        """Return the Parquet column that holds a sparse feature's ids."""
+        """Return the column that holds a sparse feature's ids."""
         return self.sparse[feature].column or feature
 
     def get_feature_dim(self, feature: str) -> int:
@@ -144,7 +144,7 @@ class Schema(SchemaPart):
 
     @property
     def columns(self) -> list[str]:
-        """Return every Parquet column to read, each once: labels, dense columns, then columns of sparse features."""
+        """Return every column that the schema uses, each once: labels, dense columns, columns of sparse features."""
         return list(dict.fromkeys([*self.labels, *self.dense, *self._list_sparse_columns()]))
 
     def _list_sparse_columns(self) -> list[str]:
@@ -156,7 +156,7 @@ class Schema(SchemaPart):
 
     @property
     def inputs(self) -> list[str]:
-        """Return every Parquet column except labels, each once."""
+        """Return every column that the schema uses except labels, each once."""
         return [name for name in self.columns if name not in self.labels]
 
     def select_features(self, names: Collection[str]) -> Schema:
@@ -224,6 +224,7 @@ class Schema(SchemaPart):
 
         Raises:
             SchemaError: The file does not exist, cannot be read, or is not a valid schema (see `parse`).
+            DataError: The URI is invalid, or its store cannot be reached.
         """
         missing = SchemaError(
             "the schema file does not exist",

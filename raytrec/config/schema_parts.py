@@ -23,7 +23,7 @@ RESERVED_TABLE_NAMES = frozenset(
 
 
 def to_table_name(text: str) -> str:
-    """Return a valid table name derived from a text."""
+    """Return a valid table name derived from a text, which must not be empty."""
     name = text.replace(".", "_")
     return f"{name}_table" if name in RESERVED_TABLE_NAMES else name
 
@@ -101,12 +101,12 @@ class Sparse(SchemaPart):
     table: str
     """Table in which the ids are looked up. Features may share a table."""
     pooling: Literal["sum", "mean", "sequence"] = "sum"
-    """Reduction of a bag to one vector: sum or mean (an empty bag is 0). sequence: models that read sequences
-    receive all ids, the most recent id last; other models read the mean."""
+    """Reduction of a bag to one vector: sum or mean (an empty bag is 0). sequence: ids in the order of time, the most
+    recent id last. Models that read sequences receive up to model.max_length ids; other models read the mean."""
     weights: str | None = None
     """List column with one float per id; default: all weights are 1."""
     column: str | None = None
-    """Parquet column; default: the name of the feature."""
+    """Column of the ids; default: the name of the feature."""
     side_features: list[str] = Field(default_factory=list)
     """List columns with one number or time per id of a sequence, for models that read the sequence id by id.
     Times become seconds since 1970."""

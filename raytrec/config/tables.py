@@ -20,14 +20,14 @@ class EmbeddingOptim(Section):
     """Optimizer of the embedding tables."""
 
     name: Optimizer = "rowwise_adagrad"
-    """Optimizer. Tables are updated in the backward pass (fused), except with adam on CPU, which is a dense update."""
+    """Optimizer. Tables are updated in the backward pass (fused), except in dense updates (compute_kernel: dense,
+    data_parallel, adam on CPU)."""
     lr: PositiveFloat = 0.02
     """Learning rate."""
     eps: PositiveFloat = 1e-8
     """Number added to the root of the second moment (ignored by sgd)."""
     weight_decay: NonNegativeFloat = 0.0
-    """Factor of the L2 penalty on all rows of a table, including rows outside the batch. Only dense updates support it
-    (compute_kernel: dense, data_parallel, adam on CPU); FBGEMM's fused kernels do not."""
+    """Factor of the L2 penalty on all rows of a table, including rows outside the batch; requires dense updates."""
 
 
 class TableOptim(Section):

@@ -36,7 +36,7 @@ OWN = "module:function"
 
 
 class OnColumns(Section):
-    """A transform that computes each of its output columns from one input column."""
+    """A transform that computes each output column from one input column (`age`: and from `until_column`)."""
 
     columns: list[str] = Field(min_length=1)
     """Columns to read."""
@@ -254,13 +254,14 @@ class Sample(Section):
         if self.rows and self.vocabulary:
             raise ValueError("sample takes rows or vocabulary, not both")
         if self.count == "all" and (self.vocabulary or self.exclude):
-            raise ValueError("vocabulary and exclude cannot be set with count: all, which uses every id of the table")
+            key = "vocabulary" if self.vocabulary else "exclude"
+            raise ValueError(f"{key} cannot be set with count: all, which uses every id of the table")
         if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
             raise ValueError(
                 "frequency requires a Parquet vocabulary: set vocabulary to a .parquet file that contains this column"
             )
         if not self.frequency and (self.power != 1 or self.log_share):
-            raise ValueError("power and log_share only apply to draws by frequency: set frequency")
+            raise ValueError(f"{'log_share' if self.log_share else 'power'} requires draws by frequency: set frequency")
         return self
 
     @property

@@ -48,7 +48,8 @@ SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
     """Return a mapping from key to the code, server or cluster that a configuration names.
 
-    Clusters and MLflow servers of the user are omitted. The values need not be validated.
+    Omitted are the user's own clusters, and MLflow servers that would not receive another server's password or token.
+    The values need not be validated.
     """
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
     foreign_code = _find_modules(values) | dict(_iterate_places(places))
@@ -108,7 +109,7 @@ def is_own_file(file: Path) -> bool:
 
 
 def find_origin(place: str) -> str | None:
-    """Return the origin of settings that come from a URI or another user's run or search, else None."""
+    """Return the origin of settings from a URI, or from a run or search without this user's valid mark, else None."""
     if "://" in place:
         return place
     file = Path(place).absolute()
@@ -153,7 +154,7 @@ def _read_key(*, create: bool) -> bytes:
     """Return the key that authenticates this user's files (HMAC); with `create`, create a missing key file.
 
     Raises:
-        OSError, RuntimeError: The key does not exist, or other users could have read or written it.
+        OSError, RuntimeError: There is no home folder or key, the key is damaged, or others could have accessed it.
     """
     home = os.environ.get("XDG_CONFIG_HOME")
     file = (Path(home) if home else Path.home() / ".config") / "raytrec" / "key"
@@ -197,7 +198,7 @@ def _find_modules(values: dict[str, Any]) -> dict[str, str]:
 
 
 def _iterate_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (key, URI) for each path that selects its server."""
+    """Yield (key, URI) for each URI that may select the server to contact (chooses_server)."""
     if isinstance(value, dict):
         for name, each in value.items():
             yield from _iterate_places(each, f"{key}.{name}" if key else str(name))
@@ -230,7 +231,7 @@ def _is_own_head(address: str) -> bool:
 
 
 def _find_own_listeners(server: SplitResult) -> list[Process]:
-    """Return the processes that listen at a loopback address, or [] if one of them is another user's."""
+    """Return the processes that listen at a loopback address; [] if one is another user's, or for other addresses."""
     import psutil
 
     try:

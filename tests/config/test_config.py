@@ -94,7 +94,7 @@ def test_unlike_keys_are_not_suggested():
         ("data.shuffle=rows", "data.shuffle"),
         ("scaling.num_workers=25", "increase data.lanes"),
         ("data.global_batch_size=1", "at least one row"),
-        ("train.eval_every_steps=5", "needs one of data.valid, data.holdout and data.test"),
+        ("train.eval_every_steps=5", "but none of data.valid, data.holdout and data.test is"),
         ("epochs", "not an override"),
         ("tasks.clicked.weight=0.5", "the configuration lists no tasks"),
         ("train.epochs.x=1", "'epochs' is a value"),

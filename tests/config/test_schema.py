@@ -46,7 +46,7 @@ def test_schema_lists_its_columns():
         (("labels",), ["a"], "'a' is listed twice"),
         (("labels",), ["user"], "'user' is a label and also an input"),
         (("labels",), [], "labels"),
-        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: the name must not be empty, contain a dot"),
+        (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: the name contains a dot; use 'a_b'"),
         (("tables", "items"), {"rows": 3, "dim": 4}, "use 'items_table'"),
         (USER_IDS, "manged", "tables.user.ids: expected static, managed, or a mapping of admit_after"),
         (USER_IDS, {"admit_afte": 2}, "did you mean 'admit_after'"),

@@ -133,8 +133,8 @@ def test_candidate_column_must_be_a_list(tmp_path, name):
     "named,text",
     [
         (["y", "prise"], "no label, dense column or sparse feature 'prise'; did you mean 'price'"),
-        (["y", "item", "tags"], "tags has weights or is a sequence"),
-        (["y", "item", "history"], "history has weights or is a sequence"),
+        (["y", "item", "tags"], "tags has weights, but"),
+        (["y", "item", "history"], "history is a sequence, but"),
         (["y", "price"], "at least one sparse feature is required"),
     ],
 )

@@ -42,7 +42,7 @@ def check(values=(), schema=(), here=True, settings=()):
     [
         ({"tables": {"user": {"rows": 4, "dim": 8}, "tag": {"rows": 4, "dim": 4}}}, {}, "dims 4, 8"),
         ({}, {"name": "sequence"}, "the schema has no sequence"),
-        ({}, TWO_TOWER, "in neither tower: price"),
+        ({}, TWO_TOWER, "neither tower contains price"),
         ({"dense": []}, {"name": "dcn", "bottom_mlp": [4]}, "no dense columns"),
         ({"tables": SCHEMA["tables"] | {"user": {"rows": 10**12, "dim": 8}}}, {}, "the tables need"),
     ],

@@ -203,7 +203,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
         new_matches = {name for name in names if fnmatchcase(name, pattern)}
         if not new_matches:
             what = f"no feature or dense column matches '{pattern}'"
-            raise make_unknown_word_error(what, pattern, names, where, f"a name or pattern of {', '.join(names)}")
+            raise make_unknown_word_error(what, pattern, names, where, f"one of {', '.join(names)}, or a pattern")
         matches |= new_matches
     return matches
 
@@ -244,7 +244,7 @@ def check_feature(schema: Schema, feature: str, key: str, *, sequence: bool = Fa
             f"'{feature}' has pooling: {pooling}, but the model reads it id by id",
             where=f"schema.yaml, sparse.{feature}.pooling",
             expected="sequence",
-            do=f"set pooling: sequence on {feature}, or name another feature",
+            do=f"set pooling: sequence on {feature}, or name another feature in {key}",
         )
 
 
@@ -281,5 +281,5 @@ def check_same_table(schema: Schema, feature: str, item: str, key: str) -> None:
             f"'{feature}' looks up table {tables[0]}, but '{item}' looks up table {tables[1]}",
             where=key,
             expected="the same table for both features, because their vectors are compared",
-            do=f"set table: {tables[1]} on {feature}, or name another feature",
+            do=f"set table: {tables[1]} on {feature}, or name another feature in {key}",
         )

@@ -152,7 +152,7 @@ class DBMTLSection(ModelSection):
             ready = [name for name, parents in remaining.items() if set(parents) <= set(ordered)]
             if not ready:
                 raise ConfigError(
-                    f"model.relations contains a cycle; tasks in it or dependent on it: {', '.join(remaining)}",
+                    f"model.relations contains a cycle that involves or precedes {', '.join(remaining)}",
                     where="model.relations",
                     expected="relations without cycles",
                     do="remove one of the relations in the cycle",
@@ -250,7 +250,9 @@ class HstuRankSection(TargetedSection):
     def check(self, schema: Schema) -> None:
         """Check the dims, the heads, the side features, request_time, and that candidate columns are in `candidate`."""
         self.check_dims(schema)
-        check_heads(self.heads, self.width or self.dim, f"model.width is {self.width or self.dim}")
+        check_heads(
+            self.heads, self.width or self.dim, f"model.{'width' if self.width else 'dim'} is {self.width or self.dim}"
+        )
         for column in self.actions:
             find_side_feature(schema, self.history(schema), column, f"model.actions.{column}")
         if self.time is not None:
@@ -272,8 +274,8 @@ class HstuRankSection(TargetedSection):
             )
         if time is not None and (time in schema.scale or time not in schema.dense):
             raise ConfigError(
-                f"'{time}' is not an unscaled dense column",
+                f"'{time}' is {'scaled' if time in schema.scale else 'not a dense column'}",
                 where="model.request_time",
                 expected="a dense column without scale",
-                do=f"list {time} in `dense` of schema.yaml and remove it from `scale`",
+                do=f"{f'remove {time} from scale' if time in schema.scale else f'add {time} to dense'} in schema.yaml",
             )

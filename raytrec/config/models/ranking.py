@@ -124,10 +124,10 @@ class WideDeepSection(ModelSection):
         parts = {part: match_names(getattr(self, part), names, f"model.{part}") for part in ("wide", "deep")}
         if neither := set(names) - parts["wide"] - parts["deep"]:
             raise ConfigError(
-                f"features are in neither wide nor deep: {', '.join(sorted(neither))}",
+                f"neither model.wide nor model.deep contains {', '.join(sorted(neither))}",
                 where="model.wide, model.deep",
                 expected="each feature and dense column in wide, deep or both",
-                do="add them to model.wide or model.deep, or remove them from the schema",
+                do="add the names to model.wide or model.deep, or remove them from the schema",
             )
         return parts
 
@@ -192,8 +192,8 @@ class FinalMLPSection(ModelSection):
         """Check that gates match features or dense columns, and that the heads divide the last size of each stream."""
         if not self.gating and (self.gate1 or self.gate2):
             raise ConfigError(
-                "model.gate1 or model.gate2 is set, but model.gating is false",
-                where="model.gating, model.gate1, model.gate2",
+                f"model.{'gate1' if self.gate1 else 'gate2'} is set, but model.gating is false",
+                where="model.gating",
                 expected="gating: true, or neither gate1 nor gate2",
                 do="set model.gating=true",
             )

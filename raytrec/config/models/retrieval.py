@@ -171,7 +171,7 @@ class NcfSection(PairSection):
             )
         if self.shared:
             expected = "the same dim for both tables, because model.shared multiplies whole vectors"
-            check_same_dim(schema, (self.user, self.item), expected, "change a dim, or set gmf_dim")
+            check_same_dim(schema, (self.user, self.item), expected, "change a dim, or set model.shared=false")
             return dims[0], dims[0], dims[1]
         products = min(dims) // 2 if self.gmf_dim is None else self.gmf_dim
         if products > min(dims):
@@ -223,7 +223,7 @@ class TwoTowerSection(SampledSection):
     """Dropout after each tower's hidden layers during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each feature is in one tower, and that negatives, if any, share the table of the item."""
+        """Check that each feature is in one tower, and that negatives, if any, share the only item feature's table."""
         of_item = self.tower_members(schema)["item"]
         if self.negatives is not None and (len(of_item) > 1 or not of_item <= set(schema.sparse)):
             raise ConfigError(
@@ -249,12 +249,12 @@ class TwoTowerSection(SampledSection):
         both = towers["query"] & towers["item"]
         neither = set(names) - towers["query"] - towers["item"]
         if both or neither:
-            what, which = ("both towers", both) if both else ("neither tower", neither)
+            what, which = ("both towers contain", both) if both else ("neither tower contains", neither)
             raise ConfigError(
-                f"features are in {what}: {', '.join(sorted(which))}",
+                f"{what} {', '.join(sorted(which))}",
                 where="model.towers",
                 expected="each feature and dense column in one tower, because a query's vector does not "
                 "depend on the item",
-                do="list them under either query or item, or remove them from the schema",
+                do="list each name under either query or item, or remove it from the schema",
             )
         return towers

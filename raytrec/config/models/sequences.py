@@ -42,12 +42,13 @@ class TargetedSection(ModelSection):
         """Return a mapping from sequence to its target feature.
 
         Raises:
-            ConfigError: The schema has no sequence, the target does not exist, or the target is ambiguous.
+            ConfigError: There is no sequence, the target does not exist or is a sequence, or no unique default exists.
         """
         sequences = self.sequences(schema)
         if not sequences:
+            besides = " besides model.negatives" if getattr(self, "negatives", None) else ""
             raise ConfigError(
-                "the schema has no sequence feature",
+                f"the schema has no sequence feature{besides}",
                 where="schema.yaml, sparse",
                 expected=f"a feature with pooling: sequence for model.name={self.name}",
                 do="set pooling: sequence on a feature with ids in the order of time, or use dlrm",
@@ -76,7 +77,7 @@ class TargetedSection(ModelSection):
             raise make_unknown_word_error(what, self.target, bags, "model.target")
         if len(same) != 1:
             raise ConfigError(
-                f"sequence {sequence} has no default target: {len(same)} other features look up its table",
+                f"sequence {sequence} has no default target: {len(same)} features other than sequences use its table",
                 where="model.target",
                 expected="exactly one feature that shares the sequence's table, or an explicit target",
                 do=f"set model.target to one of {', '.join(same or bags)}" if bags else "add a feature of the target",
@@ -135,7 +136,7 @@ class DienSection(TargetedSection):
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
     def get_supervised_sequences(self, schema: Schema) -> list[str]:
-        """Return the sequences that look up the negatives' table, whose ids are compared with the negatives."""
+        """Return the sequences that share the negatives' table, with which their ids are compared; [] if unset."""
         if self.negatives is None:
             return []
         table = schema.sparse[self.negatives].table
