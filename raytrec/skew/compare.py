@@ -17,7 +17,7 @@ from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.schema import Schema
 from raytrec.scoring.load import load
 from raytrec.scoring.scorer import TOLERANCE
-from raytrec.skew.samples import RowSample, group_by_version, read_rows
+from raytrec.skew.samples import NO_VERSION, RowSample, group_by_version, read_rows
 
 SAMPLE_ROWS = 50_000  # default number of rows to sample from the log, and from the training data
 MODERATE_PSI, LARGE_PSI = 0.1, 0.25  # psi above which a change is moderate or large (Siddiqi 2006)
@@ -62,7 +62,7 @@ class Skew:
             → max and mean of relative differences, and share above TOLERANCE), data_rows, columns (all measures;
             measures that differ come first, then by descending psi), differs (names of score columns and measures
             that differ), undecided (names of measures for which the samples cannot distinguish even a large change
-            from chance), needed (number of requests, and of training rows, that suffices for these measures; 0: none).
+            from chance), needed (number of requests, and of training rows, that suffices for these measures; else 0).
         measures: Measures in the order of `metrics["columns"]`.
     """
 
@@ -129,11 +129,12 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
     version, groups = scorer.manifest.version, group_by_version(make_absolute(log), "LOG")
     others = {name: sum(g.rows for g in parts) for name, parts in groups.items() if name != version}
     if version not in groups:
+        has_version = bool(others.keys() - {NO_VERSION})
         raise RunError(
             "the log contains no rows of this export",
             where=log,
             expected=f"rows of {version} (versions in the log: {', '.join(sorted(others)) or 'none'})",
-            do="pass the --export URI of a version that the log contains",
+            do=f"pass {'the --export URI of a version in the log, or ' * has_version}the log of this export's service",
         )
     logged, measures, data_rows, scale = read_rows(scorer, groups[version], rows, logged=True), [], 0, 0.0
     if data:

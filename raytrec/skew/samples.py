@@ -27,6 +27,7 @@ from raytrec.scoring.scorer import Scorer
 
 REQUEST_COLUMN = "_request"  # column of a log that contains request ids
 VERSION_KEY = b"raytrec.version"  # key in a log file's metadata; its value is the version that served the requests
+NO_VERSION = "no version"  # stands for the version of files that do not name one
 MAX_ROW_GROUPS = 64  # number of row groups to sample if each contains enough rows
 ROWS_PER_SCORING = 2048  # rows scored together
 
@@ -68,7 +69,7 @@ class RowSample:
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     """Return the non-empty row groups of the files in a folder, by the model version in each file's metadata.
 
-    Files without a version are listed under "no version".
+    Files without a version are listed under NO_VERSION. A missing or invalid file raises a DataError.
 
     Args:
         place: Parquet file, or folder of Parquet files.
@@ -77,7 +78,7 @@ def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
         for file, footer in zip(files, pool.map(read_footer, files), strict=True):
-            version = (footer.metadata or {}).get(VERSION_KEY, b"no version").decode()
+            version = (footer.metadata or {}).get(VERSION_KEY, NO_VERSION.encode()).decode()
             counts = (footer.row_group(number).num_rows for number in range(footer.num_row_groups))
             groups[version] += [RowGroup(file, number, rows) for number, rows in enumerate(counts) if rows]
     return {version: row_groups for version, row_groups in groups.items() if row_groups}
@@ -120,7 +121,7 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
         logged: True if the rows are from a log, which also contains scores and request ids.
 
     Raises:
-        DataError: A row is invalid; the error names the file.
+        DataError: A file or a row is invalid; the error names the file.
     """
     reader, names = scorer.reader, [task.column for task in scorer.manifest.tasks]
     schema, transforms = reader.form.schema, reader.form.plan.transforms

@@ -53,7 +53,7 @@ class StoredState:
         }
 
     def iterate_blocks(self, part: StatePart, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first, end, values [n, …] in the format of a service) for each block of a table, id map or weight."""
+        """Yield (first, end, values [n, …] as served) for each block: a range of rows, id keys or flat weights."""
         if part == "dense":
             values = self._weights[name].flatten()
             for first, end in _split(len(values), values.itemsize):
@@ -73,7 +73,7 @@ class StoredState:
     def compare(
         self, part: StatePart, name: str, first: int, values: torch.Tensor, content: bytes
     ) -> tuple[int, float, Iterator[str]]:
-        """Compare a block with the bytes that a replica serves for it.
+        """Compare a block with a replica's bytes for the block; the two must differ.
 
         Args:
             part: Part of the state: "rows", "ids" or "dense".

@@ -32,7 +32,7 @@ CONNECT_INTERVAL_S = 0.05
 
 
 class ServiceChangedError(Exception):
-    """Signal that a service's version or replicas have changed during a comparison, which then starts over."""
+    """Signal that a comparison must start over: a version or replica has changed, or a replica does not respond."""
 
 
 class ReplicaConnection:
@@ -49,7 +49,7 @@ class ReplicaConnection:
         state: Response to GET /state.
 
     Raises:
-        RunError: The service does not respond, or refuses the request.
+        RunError: The address is invalid, or the service does not respond or refuses the request; see also `get`.
     """
 
     def __init__(self, service: str, token: str):
@@ -66,7 +66,7 @@ class ReplicaConnection:
         """Send a GET request, and return the body of this replica's response; reconnect if another replica responds.
 
         Raises:
-            RunError: The service does not respond, or refuses the request.
+            RunError: The service does not respond to the first request, or refuses a request.
             ServiceChangedError: The replica has changed its version, does not respond, or cannot be reached again.
         """
         deadline = monotonic() + CONNECT_TIMEOUT_S
@@ -119,9 +119,9 @@ class Difference:
         replica: Id of the replica.
         part: Part of the state: rows, ids or dense.
         name: Name of the table or weight.
-        count: Number of differing rows, ids or dense values; 0: the dtypes or shapes differ.
+        count: Number of differing rows, ids or dense values; 0: the dtypes or shapes differ, or a side is missing.
         largest: Largest absolute difference; 0 for ids.
-        examples: Descriptions of the first MAX_EXAMPLES differing values, or of the dtypes and shapes.
+        examples: Descriptions of the first MAX_EXAMPLES differing values, or a description of the dtypes and shapes.
     """
 
     replica: str
@@ -158,14 +158,14 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
         Difference), replicas, unreached_replicas, tables, rows, ids, weights, version, checkpoint, name and seconds.
 
     Raises:
-        RunError: There is no checkpoint; or the service does not respond, serves a run or step other than that of the
-            checkpoint, or changes during each of MAX_STARTS comparisons.
+        RunError: There is no checkpoint; or the service does not respond, refuses a request, serves a run or step other
+            than that of the checkpoint, or interrupts MAX_STARTS comparisons (ServiceChangedError).
         CheckpointError: The checkpoint is damaged.
     """
     began, token = perf_counter(), find_token(name)
     folder, index = find_checkpoint(run)
     with RunConsole(name or service) as console:
-        for _ in range(MAX_STARTS):
+        for number in range(1, MAX_STARTS + 1):
             try:
                 replicas, missing = connect(service, token)
                 _check_states(replicas, index["about"], folder, service)
@@ -173,10 +173,10 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
                 break
             except ServiceChangedError as error:
                 reason = str(error)
-                console.warn(f"{reason}; starting over")
+                console.warn(f"comparison {number} of at most {MAX_STARTS} was interrupted: {reason}")
                 sleep(RESTART_DELAY_S)
         else:
-            what = f"the service has changed during each of {MAX_STARTS} comparisons, most recently: {reason}"
+            what = f"each of {MAX_STARTS} comparisons was interrupted, the last one because {reason}"
             do = "repeat the command while no version is promoted, no delta is applied, and no replica restarts"
             raise RunError(what, where=service, do=do)
     state = replicas[0].state
@@ -198,7 +198,7 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
 
 
 def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
-    """Return the checkpoint that a run folder, RUN/STEP or checkpoint folder denotes, and its index.
+    """Return the folder of a checkpoint, and its index, given a run folder (newest), RUN/STEP or checkpoint folder.
 
     Raises:
         RunError: There is no such checkpoint.
@@ -222,7 +222,8 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
     states = [each.state for each in replicas]
     models = [[state[key] for key in ("run", "step", "rows", "dense")] for state in states]
     if any(model != models[0] for model in models):
-        raise ServiceChangedError(f"the replicas serve {', '.join(state['version'] for state in states)}")
+        versions = " and ".join(dict.fromkeys(state["version"] for state in states))
+        raise ServiceChangedError(f"the replicas serve different models ({versions})")
     step = about["progress"]["step"]
     run = format_version(about["config"]["run"]["name"], step, "").rsplit("-", 2)[0]
     served_run, served_step = models[0][:2]

@@ -197,7 +197,7 @@ def test_version_change_starts_the_comparison_over(run, monkeypatch):
         assert verify(service.url, str(run)).metrics["version"] == "small-2-00000001"
         versions = iter([f"small-2-{number:08x}" for number in range(2, 9)])
         with pytest.raises(
-            RunError, match="changed during each of 3 comparisons: the version has changed from small-2"
+            RunError, match="3 comparisons was interrupted, the last one because the version has changed from small-2"
         ):
             verify(service.url, str(run))
 
