@@ -104,7 +104,7 @@ class JobRun(Run):
         self.state = STATES.get(status) or ("running" if self._folder else "starting")
         if self.state == "failed" and self.error is None:
             last = [line.strip() for line in self.log if line.strip()][-FAILED_LOG_LINES:]
-            why = " | ".join(last) or self._jobs.message(self.job)
+            why = " | ".join(last) or self._jobs.message(self.job) or "its log is empty"
             self.error = RunError(f"the job failed: {why}", where=self.job)
 
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def follow(jobs: Jobs, job: str) -> int:
         return 130
     status = jobs.status(job)
     print(f"job {job} {'succeeded' if code == 0 else status.lower()}", file=sys.stderr)
-    if status == "FAILED" and "exit code" not in (why := jobs.message(job)):
+    if status == "FAILED" and (why := jobs.message(job)) and "exit code" not in why:
         print(f"Ray reports: {why}", file=sys.stderr)  # the program itself has reported nothing
     return code
 

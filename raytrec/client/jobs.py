@@ -39,7 +39,7 @@ class Jobs:
 
     Raises:
         ConfigError: The address is not the URL of a dashboard.
-        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
+        RunError: The token is missing, or the cluster cannot be reached, refuses it, or runs another version of Ray.
     """
 
     def __init__(self, address: str | None = None):
@@ -47,7 +47,7 @@ class Jobs:
         if not self.address.startswith(("http://", "https://")):
             raise ConfigError(
                 f"'{self.address}' is not an address of the job API",
-                where="--address",
+                where="--address" if address else ADDRESS_VARIABLES[0],
                 expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
         use_token()
@@ -74,7 +74,7 @@ class Jobs:
             root: Folder on the cluster to which relative paths refer; default: the cluster's RAYTREC_ROOT.
 
         Raises:
-            ConfigError: The configuration is invalid, or a file cannot be uploaded.
+            ConfigError: The configuration is invalid, a file cannot be uploaded, or `root` contains a secret.
             RunError: The cluster does not respond, refuses the token or rejects the job.
         """
         name, config = get_config_file_name(source), load_config(source, overrides)
@@ -114,8 +114,8 @@ class Jobs:
     def runs(self) -> list[dict[str, Any]]:
         """Return a dictionary for each submitted job, newest first.
 
-        The keys are name (job id), folder (always None), state (running, also for waiting jobs, finished, failed or
-        stopped) and unix_s (start time as Unix time in seconds; 0 if unknown).
+        The keys are name (job id), folder (always None), state (finished, failed, stopped, or running, which includes
+        waiting jobs) and unix_s (start time as Unix time in seconds; 0 if unknown).
         """
         runs = []
         for job in self._call_api(self._client.list_jobs):
@@ -156,7 +156,7 @@ class Jobs:
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
-        """Return a job's log from character `log_offset` on ("" if it has none), and the status before this query."""
+        """Return a job's log from character `log_offset` on ("" while it has none), and the status before this query."""
         status = self.status(job)
         try:
             return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status

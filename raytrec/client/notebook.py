@@ -124,7 +124,7 @@ def render_curves(history: History) -> bytes:
 
 
 def _describe_progress(run: Run, progress: dict[str, Any]) -> list[str]:
-    """Return the texts of a progress line: step, speed, training metrics and remaining time."""
+    """Return the texts of a progress line: step, speed, training metrics and remaining time; at first, only a note."""
     if not (keys := run.keys(Train)):
         return ["waiting for the first metrics"]
     speed = f"{progress['rows_per_s']:,.0f} rows/s" if progress["rows_per_s"] else ""

@@ -31,13 +31,13 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
     the block.
 
     Args:
-        places: Files and folders of the user to add. Paths below the current directory keep their relative
-            path; other files and folders are added at the top level under their name.
+        places: Files and folders of the user to add, without IGNORED_UPLOAD_PATTERNS. Paths below the current
+            directory keep their relative path; other files and folders are added at the top level under their name.
         reserved_names: Names at the top level that are reserved for other files.
 
     Raises:
-        ConfigError: A file is missing, cannot be read, or would have the path of another file; there are too many
-            files, or the files are too large.
+        ConfigError: A file is missing, cannot be read, or would have the path of another file; a folder contains the
+            working directory or a cycle of links; there are too many files, or the files are too large.
     """
     package_files = {
         Path(package) / path: file
@@ -59,7 +59,7 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
     _check_size(uploads)
     with tempfile.TemporaryDirectory(prefix="raytrec-job-") as folder:  # 0700
         for path, file in uploads.items():
-            target, where = Path(folder, path), f"--include {file}"
+            target, where = Path(folder, path), str(file)
             target.parent.mkdir(parents=True, exist_ok=True)
             with convert_os_errors("cannot copy the file", ConfigError, where=where, expected="a readable file"):
                 shutil.copy2(file, target)
@@ -101,7 +101,7 @@ def _list_place_files(place: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def _walk_files(source: Path, label: str) -> Iterator[tuple[Path, Path]]:
-    """Yield (relative path, file) for each file below a folder, or for a single file; follow links.
+    """Yield (relative path, file) for a file or each file in a folder; follow links, skip IGNORED_UPLOAD_PATTERNS.
 
     Args:
         source: Folder or file.
@@ -139,7 +139,7 @@ def _is_working_directory(place: Path) -> bool:
 
 
 def _refuse(place: Path | str, what: str, expected: str) -> NoReturn:
-    raise ConfigError(what, where=f"--include {place}", expected=expected) from None
+    raise ConfigError(what, where=f"upload of {place}", expected=expected) from None
 
 
 def _check_size(files: dict[Path, Path]) -> None:

@@ -83,7 +83,8 @@ def file(run: str, name: str) -> bytes:
     """Return the content of a file in a run folder, given the file's name (one of FILES).
 
     Raises:
-        RunError: The name is not one of FILES, or the file is missing, unreadable, or too large.
+        RunError: There is no such run, the name is not one of FILES, or the file is missing, a link, unreadable or
+            too large.
     """
     if name not in FILES:
         raise RunError(f"'{name}' is not a readable file of a run", expected=f"one of {', '.join(FILES)}")
@@ -142,7 +143,7 @@ def run_folder(run: str) -> Path:
         names = [each["name"] for each in runs()]
         raise RunError(
             f"there is no run '{run}'{format_suggestion(run, names)}",
-            where=make_absolute(RUNS_FOLDER),
+            where=str(folder) if "/" in run else make_absolute(RUNS_FOLDER),
             expected=f"a run, such as {', '.join(names[:10])}" if names else "the name of a run; no runs exist yet",
         )
     return folder

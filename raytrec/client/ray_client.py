@@ -36,7 +36,8 @@ class RayClient:
         address: ray://HOST:PORT of the Ray client server; for a local cluster, `raytrec head` prints the address.
 
     Raises:
-        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
+        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python; the token
+            is missing; or a package here has an unsupported version.
     """
 
     def __init__(self, address: str):
@@ -153,7 +154,8 @@ class Connection:
         places: Files and folders of the user that are uploaded to the cluster, in addition to raytrec's code.
 
     Raises:
-        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray or Python.
+        ConfigError: The files cannot be uploaded (`package.code`).
+        RunError: As in RayClient.
     """
 
     def __init__(self, address: str, places: tuple[Path, ...]):

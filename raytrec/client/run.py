@@ -34,7 +34,8 @@ class Cluster:
 
     Raises:
         ConfigError: The address has another form.
-        RunError: The cluster cannot be reached, refuses the token, or runs another version of Ray.
+        RunError: The token is missing, or the cluster cannot be reached, refuses it, or runs another version of Ray or
+            (with ray://) Python.
     """
 
     def __init__(self, address: str):
@@ -140,7 +141,7 @@ class Run:
         return self.get_last_progress()
 
     def get_last_progress(self) -> dict[str, Any]:
-        """Return the same values as `progress`, without querying the cluster."""
+        """Return the values of `progress` as of the last query, without querying the cluster again."""
         trained, step, total = self.history.figures(Train), self.history.step, self.history.total_steps
         latest, eta_s = trained[-1].figures if trained else {}, None
         if self.state == "running" and self._first is not None and total and step > self._first[1]:
