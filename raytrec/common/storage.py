@@ -181,7 +181,8 @@ def split_query(uri: str) -> tuple[str, str]:
 def get_sibling(uri: str, name: str) -> str:
     """Return the path or URI of `name` in the folder that contains `uri`."""
     path, query = split_query(uri)
-    return f"{path.rpartition('/')[0]}/{name}{query}"
+    folder, slash, _ = path.rpartition("/")
+    return f"{folder}{slash}{name}{query}"  # without a slash: in the working directory
 
 
 def find_train_folder(uri: str) -> str:

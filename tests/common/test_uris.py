@@ -11,6 +11,7 @@ from raytrec.common.storage import get_sibling, join_uri, split_query
     [
         ("/data/a b?/train", "/data/a b?/train/x", "/data/a b?/x"),  # in a path, ? is a normal character
         ("data/train//", "data/train/x", "data/x"),
+        ("train", "train/x", "x"),
         ("s3://bucket/data/train", "s3://bucket/data/train/x", "s3://bucket/data/x"),
         ("s3://bucket/train/?region=eu-1", "s3://bucket/train/x?region=eu-1", "s3://bucket/x?region=eu-1"),
         ("gs://bucket/train?a=b/c&d=?", "gs://bucket/train/x?a=b/c&d=?", "gs://bucket/x?a=b/c&d=?"),
