@@ -156,7 +156,7 @@ class Jobs:
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
-        """Return a job's log from character `log_offset` on ("" while it has none), and the status before this query."""
+        """Return a job's log from character `log_offset` on ("" while it has none) and the status before this query."""
         status = self.status(job)
         try:
             return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status
