@@ -256,8 +256,8 @@ def choose_read_options(readers: int, read_on: str = "auto") -> dict[str, Any]:
 
     Args:
         readers: Total number of readers over all ranks.
-        read_on: Value of data.read_on. gpu_nodes: Ray places all tasks. cpu_nodes: all tasks are assigned to
-            nodes without GPUs, even if there are more readers than CPUs.
+        read_on: Value of data.read_on. auto: as described above. gpu_nodes: Ray places all tasks. cpu_nodes: all
+            tasks are assigned to nodes without GPUs, if there are any, even if there are more readers than CPUs.
     """
     nodes = {} if read_on == "gpu_nodes" else _count_nodes(int(monotonic() / NODE_POLL_INTERVAL_S))
     share = 1.0 if read_on == "cpu_nodes" else sum(nodes.values()) / readers

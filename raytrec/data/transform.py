@@ -163,8 +163,8 @@ def sample(
     """Draw `count` ids for each row from [0, rows) or a vocabulary, except the ids in columns `exclude`.
 
     Draws are independent, so an id may be drawn twice. Excluded ids that are out of range or not in the
-    vocabulary are ignored. A row that excludes all ids gets no ids. Evaluations draw no ids unless
-    `in_evaluations` is set. With `count: all`, the lists are empty, because Assembler adds the ids.
+    vocabulary are ignored. A row that excludes all ids gets no ids. Evaluations and predictions draw no ids if
+    `in_evaluations` is False. With `count: all`, the lists are empty, because Assembler adds the ids.
 
     Args:
         spec: Settings of the transform.

@@ -175,13 +175,13 @@ def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet,
         what, advice = f"column '{column}' of seen items", "name another column in eval.retrieval.seen"
         raise _unsupported_type_error(what, kind, column, uri, "lists of items", advice)
     is_key = column in reserved.keys
-    if column in (*reserved.lists, *reserved.optional_lists):
-        kind = value_type(kind)
+    may_be_list = column in (*reserved.lists, *reserved.optional_lists)
+    kind, expected = (value_type(kind), "one value per item") if may_be_list else (kind, "one value per row")
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _advise_fields(kind, column) or CONVERSION_ADVICE
         if is_key and reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
-        raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, "one value per row", advice)
+        raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, expected, advice)
     if column in reserved.groups:
         _check_group(plain(kind), column, uri)
 

@@ -93,7 +93,7 @@ class ColumnStats:
         return [self, *self.stats_by_part.values()]
 
     def count(self, what: str) -> int:
-        """Return the sum of an attribute over training, validation and test data (`parts`), such as nulls or nan."""
+        """Return the sum of a count, such as `nulls` or `nan`, over training, validation and test data (`parts`)."""
         return sum(getattr(part, what) for part in self.parts)
 
     def count_missing(self) -> int:
