@@ -21,6 +21,7 @@ from typing_extensions import TypedDict
 
 from raytrec.common.documents import read_document
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, convert_os_errors
+from raytrec.common.formatting import format_count
 from raytrec.common.reading import read_text
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.driver.console import RunConsole
@@ -91,7 +92,7 @@ def read_settings(folder: Path) -> Settings:
     try:
         return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
     except ConfigError as error:
-        raise ConfigError(error.what, where=str(folder / SEARCH), expected=error.expected) from None
+        raise ConfigError(error.what.lstrip("-"), where=str(folder / SEARCH), expected=error.expected) from None
 
 
 def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:
@@ -117,7 +118,7 @@ def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s
         records = read_document(str(folder), TRIALS, Records, "search", "raytrec tune")
     if trials is not None and trials < len(records):
         raise ConfigError(
-            f"--trials {trials} is less than the {len(records)} trials of the search",
+            f"the search has {format_count(len(records), 'trial')}, more than --trials {trials}",
             where=str(folder),
             do="increase --trials, or omit it",
         )

@@ -45,9 +45,9 @@ class SuccessiveHalving:
     """Asynchronous successive halving (Li et al., MLSys 2020, https://arxiv.org/abs/1810.05934).
 
     The age of a trial is the number of rows it has processed, so batch sizes may differ between trials. At ages of
-    g, g·f, g·f², … rows, the loss of a trial is compared with the losses of earlier trials at this age. A trial falls
-    behind if its loss exceeds the 1/f quantile of these losses. f is the search's reduction factor (Settings.factor),
-    and g the number of rows in its grace period (Settings.grace_steps).
+    g, g·f, g·f², … rows, or at its next evaluation, the loss of a trial is compared with the losses of trials that
+    reached this age earlier. A trial falls behind if its loss exceeds the 1/f quantile of these losses. f is the
+    search's reduction factor (Settings.factor), and g the number of rows in its grace period (Settings.grace_steps).
     """
 
     def __init__(self, search: Search):
@@ -168,7 +168,7 @@ class Runner:
             return
         places = allocate_environments([trial.config for trial in self._waiting], at_once)
         remaining, label = format_count(len(self._waiting), "trial"), self._search.figure.label
-        self._console.note(f"running {remaining}, {len(places)} at a time, compared by {label}")
+        self._console.note(f"running {remaining}, at most {len(places)} at a time, compared by {label}")
         running: dict[int, TrialProcess] = {}  # index in `places` → process
         handlers = {n: signal.signal(n, self._on_signal) for n in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -114,7 +114,7 @@ class Trial:
 
     @property
     def value(self) -> float:
-        """Return the value of the compared metric in the last evaluation; NaN before the first evaluation."""
+        """Return the value of the compared metric in the last evaluation that has one; NaN without such evaluations."""
         return self.points[max(self.points)] if self.points else nan
 
     def read_last_figures(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Search:
 
     @property
     def ranked(self) -> list[Trial]:
-        """Return the trials, best first: finished, then stopped, then other trials, each sorted by the metric."""
+        """Return the trials: finished, stopped, interrupted or running, then others; in each group, the best first."""
 
         def place(trial: Trial) -> tuple:  # sorting is stable: ties are ordered by trial number
             return ORDER.get(trial.state, 3), isnan(trial.value), self.figure.loss(trial.value)
@@ -283,9 +283,9 @@ def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int
     """Return the resolved configuration of a trial.
 
     If data.valid or data.holdout is set, the final evaluation of a trial uses validation data instead of data.test,
-    which then takes no part in the search. Trials write no report; `raytrec report FOLDER` creates it. In MLflow, the
-    run that is named like the search is the parent of all trials. `base` is the resolved configuration of the search,
-    and `drawn_values` maps configuration keys to values.
+    which then takes no part in the search. Trials write no report; `raytrec report FOLDER` creates it. A checkpoint.dir
+    that is set gets a subfolder per trial. In MLflow, the run that is named like the search is the parent of all
+    trials. `base` is the resolved configuration of the search, and `drawn_values` maps configuration keys to values.
     """
     config = base.with_overrides(drawn_values)
     folder = Path(base.run.dir) / f"trial-{number:03}"

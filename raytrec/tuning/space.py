@@ -111,7 +111,7 @@ class Space:
         """Parse a space from YAML.
 
         Raises:
-            ConfigError: The text is invalid; the error names the key and the line.
+            ConfigError: The text is invalid; the error names the key and the line unless the YAML itself is invalid.
         """
         try:
             values = parse_yaml(text)
@@ -161,11 +161,12 @@ class Space:
         draws = [draw for draw in self.draws if f"{draw.key}.".startswith(("data.train.", "data.partitions."))]
         is_held_out = config.data.holdout or config.train.eval_every_steps == "next_folder"
         if draws and is_held_out and not config.data.valid:
+            data = "data.valid, and train.eval_every_steps to a number" if not config.data.holdout else "data.valid"
             raise ConfigError(
                 f"{draws[0].key} cannot be searched: trials would be compared on different rows of data.train",
                 where=draws[0].where,
                 expected="the same evaluation rows for all trials",
-                do="set data.valid, or remove this key from the search space",
+                do=f"set {data}, or remove this key from the search space",
             )
 
     def refuse_code(self, config: RunConfig) -> None:
@@ -200,7 +201,7 @@ def _draw(key: str, spec: Any, where: str) -> Draw:
 def _parse_choices(values: Any) -> tuple[Any, ...]:
     choices = tuple(values) if isinstance(values, list) else ()
     if not choices:
-        raise ValueError("requires values")
+        raise ValueError("requires a list of values")
     if any(v == w and type(v) is type(w) for i, v in enumerate(choices) for w in choices[:i]):
         raise ValueError("contains a duplicate value")
     return choices
@@ -211,9 +212,9 @@ def _ends(kind: str, values: Any) -> tuple[Any, ...]:
     try:
         low, high = (INTEGER_RANGE_ADAPTER if kind == "integer" else RANGE_ADAPTER).validate_python(values)
     except ValidationError:
-        raise ValueError("requires two numbers") from None
+        raise ValueError(f"requires two {'whole' if kind == 'integer' else 'finite'} numbers") from None
     if low >= high:
-        raise ValueError("requires the lower number first")
+        raise ValueError("requires two different numbers, the lower first")
     if kind == "log_uniform" and low <= 0:
         raise ValueError("requires a lower bound above 0")
     return low, high
@@ -223,7 +224,7 @@ def _check_key(draw: Draw, draws: list[Draw]) -> None:
     """Check that a key may be drawn.
 
     Raises:
-        ConfigError: The key must be the same in all trials, or is part of a drawn key, or contains or belongs to one.
+        ConfigError: The key contains, is or belongs to a key that all trials must share, or is part of a drawn key.
     """
     parts = f"{draw.key}."
     fixed = [key for key in COMMON if parts.startswith(f"{key}.") or f"{key}.".startswith(parts)]

@@ -63,7 +63,7 @@ def tune(
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
         grace_steps: Number of steps during which no trial is stopped; default: train.eval_every_steps.
         reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
-        resume: Folder of an interrupted search to resume.
+        resume: Folder of an interrupted search, whose settings replace arguments except trials, at_once, allow_code.
         resume_latest: True to resume the newest interrupted search started by the same command; if there is none, a new
             search starts.
         allow_code: True to allow code that a configuration from a URI or another user's folder names
@@ -74,7 +74,8 @@ def tune(
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before any trial starts.
-        RunError: The folder already contains a search, no trial has a result, or the cluster cannot be reached.
+        RunError: The folder already contains a search, the search to resume is damaged or still running, no trial has a
+            result, or the cluster cannot be reached.
         Interrupted: Ctrl-C or SIGTERM was received.
 
     Example:
@@ -85,9 +86,9 @@ def tune(
     if at_once is not None and at_once < 1:
         raise ConfigError(f"--at-once is {at_once}", where="command line", expected="a number of at least 1")
     if resume:
-        if source or space or overrides:
+        if given := [name for name, of in (("CONFIG", source), ("overrides", overrides), ("--space", space)) if of]:
             raise ConfigError(
-                "CONFIG, overrides or --space are set, but --resume reads them from the search folder",
+                f"--resume cannot be combined with {', '.join(given)}, because the search folder contains all settings",
                 where="command line",
                 expected="--resume FOLDER without CONFIG, overrides and --space",
             )
@@ -115,7 +116,7 @@ def tune(
 
 def _run(search: Search, at_once: int | None) -> Search:
     """Write the search folder, run the trials, write the outcome, and return the search."""
-    folder, resume_hint = search.folder, f"to resume: {resume_command(search.config, 'tune')}"
+    folder, command = search.folder, resume_command(search.config, "tune")
     console = TuneConsole(search.config.run.name)
     with console, hold_run_lock(folder, 0, console.phase):
         write_search(search)
@@ -132,11 +133,13 @@ def _run(search: Search, at_once: int | None) -> Search:
                 if runner.signal is not None:
                     raise Interrupted(runner.signal)
             except KeyboardInterrupt:
-                console.note(resume_hint)
+                console.note(f"to resume: {command}")
                 raise
     if search.best is None:
         failed = next((trial.error for trial in search.trials if trial.error), "no trial was evaluated")
-        raise RunError(f"no trial has a result: {failed}", where=str(folder), do=resume_hint)
+        raise RunError(
+            f"no trial has a result: {failed}", where=str(folder), do=f"correct the cause, then resume: {command}"
+        )
     return search
 
 

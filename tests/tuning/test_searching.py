@@ -127,7 +127,7 @@ def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, err
         ({"at_once": 0}, "--at-once is 0"),
         ({"space": None}, "a search requires a config and a space"),
         ({"space": "/nowhere.yaml"}, "cannot read the search space: No such file"),
-        ({"resume": "/nowhere"}, "but --resume reads them from the search folder"),
+        ({"resume": "/nowhere"}, "--resume cannot be combined with CONFIG"),
     ],
 )
 def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):
@@ -178,7 +178,7 @@ def test_reopened_search_keeps_trial_states_and_values(tiny_data, tmp_path):
     write_search(again)
     assert {folder: (folder / "config.yaml").read_text() for folder in before} == before
     assert (again.trials[3].folder / "config.yaml").exists()
-    with pytest.raises(ConfigError, match="less than the 4 trials of the search"):
+    with pytest.raises(ConfigError, match="the search has 4 trials, more than --trials"):
         reopen_search(search.folder, 2, allow_code=False)
     with pytest.raises(RunError, match="no search in this folder"):
         reopen_search(tmp_path, None, allow_code=False)
