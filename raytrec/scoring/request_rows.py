@@ -97,6 +97,7 @@ class RowReader:
         try:
             check_present(schema, self.columns.names, ROWS_PLACE, self.form)
         except DataError as error:
+            error.do = "give each column a unique name"  # the original advice refers to files
             if error.what.endswith("is missing"):
                 error.expected = f"the columns {format_names(self.columns.names)}"
                 error.do = MISSING_ADVICE.format("the column")

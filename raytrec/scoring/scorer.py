@@ -74,8 +74,7 @@ class Scorer:
             a column `score_TASK` per task. The values of a task with classes are lists.
 
         Raises:
-            DataError: There are no rows, a column or value is missing or invalid (the message names the column and,
-                for a value, the row), or `user` is not valid as described in `to_ranking_tables`.
+            DataError: There are no rows; a column or value is missing or invalid; or as for `to_ranking_tables`.
             ConfigError: The arguments are neither `rows` alone, nor `user` and `candidates`.
         """
         is_given = [each is not None for each in (rows, user, candidates)]

@@ -74,7 +74,7 @@ class TablePrecision:
                 f"a table contains NaN or values beyond ±{limit:,}",
                 where=f"--quantize {name}",
                 expected=f"values from -{limit:,} to {limit:,}",
-                do="use fp32" if self.bits == 8 else "use fp32, or int8 for finite values",
+                do="omit --quantize" if self.bits == 8 else "omit --quantize, or use int8 for finite values",
             )
         if not self.bits:
             return rows_ND.to(self.dtype)
@@ -160,7 +160,7 @@ class StackedTable:
     """Table in a stack.
 
     Attributes:
-        stack: Rows of all tables of the stack: a RowStack, or an object with its method `vectors`, whose rows are in
+        stack: Rows of all tables of the stack: a RowStack, or another object with a method `vectors`, for rows in
             another process or in a checkpoint.
         first_row: Index of the table's first row in the stack.
     """
@@ -191,8 +191,7 @@ def encode_rows(table: str, changes: RowChanges, precision: TablePrecision) -> t
     try:
         return precision.encode(changes.values)
     except RaytrecError as error:
-        what = error.what.replace("a table", f"table {table}", 1)
-        raise ValueError(f"{what}; expected: {error.expected}") from None
+        raise ValueError(f"{error.what.replace('a table', f'table {table}')}; expected: {error.expected}") from None
 
 
 def encode_changes(
