@@ -81,7 +81,7 @@ def tune(
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
         seed: Seed of the search; the same seed always yields the same values.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: At each comparison, only the best of this many trials continues.
+        reduction_factor: At each comparison, only one in this many trials, the best, continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """

@@ -222,7 +222,7 @@ def inspect(
         from_run (RUN): Print the run's schema instead, with statistics of the ids that the run looked up.
         out: File to write the schema to; default: stdout.
         force: Overwrite the file.
-        label: Column to predict (repeatable).
+        label: Column to predict (repeatable); default: columns with names that are common for labels.
         reserve: Column that is passed through (data.reserve_columns) and is not a feature (repeatable).
         dim: Width of the embeddings; a multiple of 4.
         rows: Approximate number of rows to read; default: all.

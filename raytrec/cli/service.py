@@ -40,7 +40,7 @@ def serve(
         no_token: Accept requests without a token.
         log_requests (URI): Folder for a sample of requests and their scores.
         log_sample: Share of requests that is logged.
-        promote_from: Folder of the exports that can be promoted; default: the parent folder of URI.
+        promote_from: Folder of the exports that can be promoted; default: the parent folder of URI. Not with --follow.
         table_shards (N): Number of actors that hold the tables; 0: each replica maps all tables.
         table_cache_mib: Maximum size of each replica's cache of rows from table shards, in MiB.
         table_timeout_ms: Maximum time of a lookup in table shards, in milliseconds.
@@ -70,7 +70,7 @@ def promote(
     Options:
         uri: Export to which the service switches; omit it with --rollback.
         service: Address of the service.
-        name: Name of the service, used to find its token.
+        name: Name of the service, used to find its token unless RAYTREC_SERVE_TOKEN is set.
         rollback: Remove the challenger, or, without a challenger, switch back to the previous version.
         share: Share of requests that the challenger serves or, with --shadow, scores; default with --shadow: all.
         shadow: Let the challenger score requests only for the log and metrics, not for responses.
@@ -92,7 +92,7 @@ def verify(
     Options:
         service: Address of the service, such as http://127.0.0.1:8000.
         run: Run folder (its newest checkpoint), run folder and step, or checkpoint folder.
-        name: Name of the service, used to find its token.
+        name: Name of the service, used to find its token unless RAYTREC_SERVE_TOKEN is set.
     """
     from raytrec.verification.verify import verify as run_verify
 
@@ -115,7 +115,7 @@ def skew(
         log: Folder written by `raytrec serve --log-requests`.
         export (URI): Export that produced the logged responses.
         data: Parquet data on which the model was trained; default: only scores are compared.
-        rows: Number of rows to read from the log and from the data.
+        rows: Approximate number of rows to read from the log, and from the data.
     """
     from raytrec.skew.compare import skew as compare
 
