@@ -53,7 +53,7 @@ class Service:
         versions: Exports of the process; the current one is served.
         token: Token required in requests; None: no token is required.
         limits: Limits of requests.
-        extra_endpoints: Additional endpoints.
+        extra_endpoints: Endpoints in addition to those that every service has.
         name: Name of the service, by which clients of the Open Inference Protocol may address the model in addition
             to the run's name; None: only the run's name.
         figures: Metrics of the process; None: new metrics.
@@ -151,7 +151,8 @@ class Service:
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
                 expected = "Authorization: Bearer TOKEN"
-                error = RunError("the token is missing or wrong", where="Authorization", expected=expected)
+                what = f"the token is {'wrong' if authorization else 'missing'}"
+                error = RunError(what, where="the header Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint and request.method == endpoint.method:
             return endpoint
@@ -183,8 +184,8 @@ class Service:
         """Return the body of a request; further calls return the same bytes.
 
         Raises:
-            RefusedRequest: The body is compressed or too large, or all bodies that are being received are too large
-                in total.
+            RefusedRequest: The body is compressed or too large, or all bodies being received are too large in total.
+            ClientDisconnect: The client has disconnected before the end of the body.
         """
         if hasattr(request.state, "body"):
             return request.state.body
@@ -230,7 +231,7 @@ class Service:
         return Response(content, media_type=kind, headers=headers)
 
     async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
-        """Score and count the rows of a request, and pass them to the request log and the shadow challenger, if any.
+        """Score and count the rows of a request. Offer predictions, but not vectors, to the log and shadow challenger.
 
         Returns:
             The scores, and additional headers of the response.
@@ -260,7 +261,7 @@ class Service:
         """Return the model name in the path of a request of the Open Inference Protocol.
 
         Raises:
-            RefusedRequest: The name is not that of the service or run, or the version is not the served version.
+            RefusedRequest: The name is not that of the service or run, or another version serves the request.
         """
         (name, version), run = request.path_params.values(), scorer.manifest.source.run
         names, current = dict.fromkeys([self._name or run, run]), request.state.version
@@ -286,10 +287,10 @@ class Service:
     async def _compare_challenger(self, scorer: Scorer, decode: Decoder, answers: dict, log_id: str | None) -> None:
         """Score a completed request with the challenger, and count the differences from the scores of the response.
 
-        If the request was logged (`log_id`), the scores of the challenger are also logged.
+        The scores are logged unless `log_id` is None. Columns of one model only or of different shapes are skipped.
 
         Raises:
-            RunError: A score of the challenger or of the response is not finite.
+            RefusedRequest, RaytrecError: The challenger cannot score the request, or a score is not finite.
         """
         began, figures, version = perf_counter(), self.figures, scorer.version
         query = decode(scorer)
@@ -303,8 +304,9 @@ class Service:
             if answer is not None and answer.shape == values.shape:
                 difference = float(np.abs(values - answer).mean()) * len(values)
                 if not np.isfinite(difference):
-                    what = f"a score of the challenger or of the served version in column '{column}' is not finite"
-                    raise RunError(what, where=version)
+                    culprit = "the served version" if np.isfinite(values).all() else "the challenger"
+                    what = f"a score of {culprit} in column '{column}' is not finite"
+                    raise RunError(what, where=f"challenger {version}")
                 figures.shadow_difference.labels(version, column).inc(difference)
 
     async def _health(self, request: Request, scorer: Scorer) -> Response:

@@ -12,7 +12,7 @@ from pyarrow import types
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.data.arrow import has_compressed_buffers, is_text
 
-PLAIN_COLUMNS_TEXT = "a column without views, run-end encoding, unions, and dictionaries of lists or structs"
+PLAIN_COLUMNS_TEXT = "a column without views, run-end encoding, unions, or dictionaries of nested values"
 
 
 def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
@@ -20,7 +20,7 @@ def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
 
     Args:
         body: Bytes of the stream.
-        columns: Names of the columns, or of struct fields (column.field), whose texts are measured.
+        columns: Names of the columns whose texts are measured. A struct field (column.field) selects its column.
 
     Raises:
         DataError: The body is not a valid Arrow stream, its buffers are compressed, or one of `columns` has an
@@ -28,7 +28,8 @@ def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
     """
     try:
         if has_compressed_buffers(body):
-            raise DataError("the Arrow buffers are compressed", where="the body", expected="an uncompressed stream")
+            what, do = "the Arrow buffers are compressed", "write the stream without compression"
+            raise DataError(what, where="the body", expected="an uncompressed stream", do=do)
         table = pa.ipc.open_stream(body).read_all()
         table.validate(full=True)  # offsets outside of the body would crash the process
         sharing = [(place, each.name) for place, each in enumerate(table.schema) if _may_share(each.type)]
@@ -45,10 +46,10 @@ def _may_share(kind: pa.DataType) -> bool:
 
 
 def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
-    """Return the size in bytes of dictionary-encoded texts in a column, its lists and its structs after decoding.
+    """Return the size in bytes of a column's dictionary-encoded texts, at all levels of nesting, after decoding.
 
     Raises:
-        DataError: The column has a type whose rows can share other values than texts and numbers.
+        DataError: The column has a type whose rows can share values in a way that is not measured.
     """
     kind = array.type
     if isinstance(array, pa.ChunkedArray):

@@ -64,13 +64,13 @@ class _BatchPart:
 class Batcher:
     """Queue of rows to score; rows that arrive while a batch is being scored form the next batch.
 
-    An idle batcher scores immediately, and batches grow with the load. (`@serve.batch` always waits for more rows.)
+    An idle batcher scores immediately, and batches grow with the load. (By default, `@serve.batch` waits up to 10 ms.)
     By default, the event loop scores, because a replica has one core, and handing rows to a thread takes longer than
     scoring a few rows. With table shards, threads score, so that requests are read and scored while lookups wait.
 
     Args:
         budget_s: Approximate maximum time of a batch in seconds. Larger requests are scored in parts, between
-            which other requests are scored.
+            which the event loop receives and answers other requests.
         observe: Function that is called with the number of rows of each batch.
         threads: Number of threads that score, each one batch at a time; 0: the event loop scores.
 
@@ -88,7 +88,7 @@ class Batcher:
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function, which may change a model, once all waiting rows are scored. Call this in the event loop."""
+        """Call a function, which may change a model, once the rows that now wait are scored; only in the event loop."""
         if self._running:
             self._queue.append(action)
         else:
@@ -129,7 +129,7 @@ class Batcher:
         return max(MIN_FULL_BATCH_ROWS, int(self._budget_s / self._row_s))
 
     async def _run(self) -> None:
-        """Score batches until the queue is empty."""
+        """Score batches until no more parts can be taken from the queue."""
         try:
             while self._queue:
                 for _ in range(2):  # lets the event loop receive and then read requests that have arrived
@@ -157,7 +157,7 @@ class Batcher:
             self._running -= 1
 
     def _take_batch(self) -> list[_BatchPart]:
-        """Call functions at the head of the queue, unless threads score, and return the next parts of one kind."""
+        """Call functions at the head of the queue; return the next parts of one kind, or [] if none can be scored."""
         batch, rows, max_rows = [], 0, self._max_batch_rows
         while self._queue:
             piece = self._queue[0]
@@ -207,7 +207,7 @@ def make_busy_refusal(what: str, expected: str | None = None) -> RefusedRequest:
 
 
 def _to_query_error(piece: _BatchPart) -> DataError | None:
-    """Score the whole query of a failed part; return its DataError, with row numbers of the query, or None."""
+    """Return a failed part's DataError with row numbers of its query; None for a whole query or if there is none."""
     if piece.rows is piece.query.rows:
         return None
     try:

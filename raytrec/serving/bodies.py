@@ -63,7 +63,7 @@ class Query:
         rows: Rows, or candidates if there is a user. Plain rows (numbers and ids without nulls) have the type `Rows`.
         user: The user's single row in the same form, whose columns the candidates do not repeat; None: `rows` have
             all columns.
-        split: Division of the columns between user and candidates; None: `rows` have all columns.
+        split: Division of the columns between user and candidates; None without a user and in queries for the log.
         read_original: Function that returns the query with its rows as the client sent them, for the log; None:
             `rows` are in this form.
         missing_shards: Table shards whose vectors were replaced by zeros; filled when the rows are scored.
@@ -78,7 +78,7 @@ class Query:
     missing_shards: set[int] = make_field(default_factory=set, compare=False)
 
     def to_table(self) -> pa.Table:
-        """Return the rows as a table with the columns of the request; the user's columns are added to candidates."""
+        """Return the rows as a table. If there is a user, the candidates also have the columns of the user."""
         query = self.read_original() if self.read_original else self
         table = concat_rows([query.rows])
         if isinstance(query.user, pa.Table):
@@ -94,6 +94,7 @@ class Query:
 
         Raises:
             DataError: A value does not fit the model.
+            UnavailableError: A table shard is unavailable or late.
         """
         if self.split is not None:
             return self.scorer.rank(self.split, users, parts)
@@ -110,7 +111,7 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
     """Decode the body of a request to /predict or /vectors with this Content-Type header.
 
     Raises:
-        RefusedRequest: The content type is not supported, a JSON body is malformed, or the body exceeds a limit.
+        RefusedRequest: The content type is not supported, JSON is malformed, or the rows are missing or exceed a limit.
         DataError: An Arrow body is malformed, or a value does not fit its column.
     """
     if check_type(content_type, JSON, ARROW) == ARROW:
@@ -123,9 +124,10 @@ def decode_request(content_type: str, body: bytes, scorer: Scorer, program: Prog
         return Query(scorer, program, plain, read_original=lambda: _decode_json(body, scorer, program, limits))
     query = _decode_json(body, scorer, program, limits)
     _check_count(query.rows, limits)
-    for part in query.rows, query.user:
+    places = (ROWS_PLACE, "") if query.user is None else ("candidates", "user")
+    for part, place in zip((query.rows, query.user), places, strict=True):
         if not isinstance(part, Rows | None):
-            _check_lists(part, limits)
+            _check_lists(part, limits, place)
     return query
 
 
@@ -135,15 +137,15 @@ def make_query(
     """Return the query of the rows in matrices. Rows that are not plain are read from a table instead.
 
     Args:
-        matrices: Matrices with all columns of the rows, [B, columns]; {} if the rows also have other columns.
+        matrices: Matrices with all columns of the rows, [B, columns]; {} if the rows have other columns.
         make_table: Function that returns the same rows as a table, which may contain matrices.
         scorer: Model that serves the request.
         program: Program of the model.
         limits: Limits of requests.
 
     Raises:
-        RefusedRequest: The rows exceed a limit.
-        DataError: A row of a matrix does not have one value for each column.
+        RefusedRequest: There are no rows, or the rows exceed a limit.
+        DataError: A row of a matrix does not have one value for each column, or `make_table` raises the error.
     """
     plain_reader, columns = scorer.get_plain_reader(program), scorer.get_reader(program).matrices
     plain = plain_reader and plain_reader.read_matrices(matrices, limits.rows, limits.ids)
@@ -166,7 +168,7 @@ def check_type(content_type: str, *supported_types: str) -> str:
     """
     kind = content_type.partition(";")[0].strip().lower()
     if kind not in supported_types:
-        what = f"the content type '{kind}' is not supported"
+        what = f"the content type '{kind}' is not supported" if kind else "the request names no content type"
         raise RefusedRequest(415, DataError(what, where="Content-Type", expected=" or ".join(supported_types)))
     return kind
 
@@ -189,7 +191,9 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     if not isinstance(values, dict):
         raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
-        raise _make_refusal(f"the body has the keys [{', '.join(sorted(values)[:8])}]", "the body", REQUEST_FORMS)
+        names = [*sorted(values)[:8], *(["…"] if len(values) > 8 else [])]
+        what = f"the body has the keys [{', '.join(names)}]" if values else "the body is an empty object"
+        raise _make_refusal(what, "the body", f"an object with {REQUEST_FORMS}")
     if "columns" in values:
         return Query(scorer, program, _table_from_columns(values["columns"], scorer.columns))
     rows = values.get("rows", values.get("candidates"))
@@ -221,6 +225,8 @@ def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
     if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {field.name: to_column(lists[field.name], field) for field in columns if field.name in lists}
+    if lists and not arrays:
+        raise _make_refusal("no column is one of the model's columns", "columns", ", ".join(columns.names))
     if len({len(array) for array in arrays.values()}) > 1:
         raise _make_refusal("the columns have different numbers of values", "columns", "one value per row and column")
     return pa.table(arrays)
@@ -235,14 +241,14 @@ def _check_count(rows: Sized, limits: Limits, kind: str = "row") -> None:
         raise _make_refusal(f"there are {len(rows):,} {kind}s", where, f"at most {limits.rows:,} {kind}s", 413)
 
 
-def _check_lists(rows: pa.Table | ObjectRows, limits: Limits) -> None:
+def _check_lists(rows: pa.Table | ObjectRows, limits: Limits, where: str = ROWS_PLACE) -> None:
     """Raise RefusedRequest if a row contains a list with too many values."""
     for place, field in enumerate(rows.schema):
         if is_list(field.type):
             longest = _longest_list(rows, place, field.name)
             if longest > limits.ids:
                 what = f"a list in column '{field.name}' has {longest:,} values"
-                raise _make_refusal(what, f"{ROWS_PLACE}, column {field.name}", f"at most {limits.ids:,} values", 413)
+                raise _make_refusal(what, f"{where}, column {field.name}", f"at most {limits.ids:,} values", 413)
 
 
 def _longest_list(rows: pa.Table | ObjectRows, place: int, name: str) -> int:
@@ -261,7 +267,7 @@ def encode_response(accept: str, version: str, names: Sequence[str], values: Seq
     """Return the media type and the body of a response. In JSON, NaN and infinity become null.
 
     Args:
-        accept: Accept header of the request; the response is Arrow if the header names Arrow, else JSON.
+        accept: Accept header of the request; the response is Arrow if the header names Arrow's type, else JSON.
         version: Version of the model.
         names: Columns of the response.
         values: Values of each column, [rows] or [rows, width].

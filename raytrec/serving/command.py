@@ -30,7 +30,7 @@ PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas 
 
 
 def serve(service_options: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
-    """Serve an export on Ray Serve until the process receives SIGINT or SIGTERM.
+    """Serve an export, or the newest state of a run, on Ray Serve until the process receives SIGINT or SIGTERM.
 
     Args:
         service_options: Options of the service.
@@ -39,10 +39,10 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
         replicas: Number of serving processes: N, or MIN:MAX depending on the load.
 
     Raises:
-        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), Ray Serve is not installed, the port
-            is taken, or a replica cannot start.
+        RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), the port is taken, Ray does not start or
+            cannot be reached, Ray Serve is not installed, table shards need too much memory, or a replica cannot start.
         ConfigError: `replicas` is malformed, or `follow` and `promote_from` are both set.
-        DataError: The URI of the log is malformed, or its store cannot be reached.
+        DataError: A URI is malformed, or its store cannot be reached.
     """
     min_replicas, max_replicas = _parse_replicas(replicas)
     if service_options.log_requests:
@@ -81,6 +81,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
 
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
+        OSError: The store cannot be read while the command waits.
     """
     from raytrec.deltas.chain import find_stream, iterate_exports
 
@@ -124,10 +125,10 @@ def check_is_stream(folder: str) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    """Wait until a port is free, for up to PORT_TIMEOUT_S seconds if a service of this user may be ending on the port.
+    """Check that a port is free. Wait up to PORT_TIMEOUT_S if a service of this user may be ending on the port.
 
     Raises:
-        RunError: The port cannot be used.
+        RunError: The port cannot be used, at once or after the wait.
     """
     deadline, waits = monotonic() + PORT_TIMEOUT_S, False
     while True:
@@ -155,7 +156,7 @@ def _is_shared(port: int) -> bool:
 def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, such as 2 or 1:4")
+        raise ConfigError(f"invalid value '{replicas}'", where="--replicas", expected="N ≥ 1 or MIN:MAX, such as 1:4")
     min_replicas, max_replicas = int(parts[0]), int(parts[-1])
     if min_replicas > max_replicas:
         raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")
@@ -167,7 +168,7 @@ def _call_on_cluster(function: str, *arguments: Any) -> None:
 
     Raises:
         RunError: Ray Serve is not installed on the cluster.
-        Exception: Error of the function.
+        Exception: Error of the function, or of Ray if the task fails.
     """
     import ray
     from ray.exceptions import RayTaskError
@@ -232,8 +233,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
     Raises:
         ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` is combined with a challenger.
-        RunError: `service` is not an address, the service does not respond, or it rejects the export and keeps its
-            version.
+        RunError: `service` is not an address or not that of a service, the service does not respond, or it rejects
+            the promotion and keeps its version.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
         what = "promote requires either a URI or --rollback alone"
@@ -274,7 +275,7 @@ def parse_address(service: str) -> SplitResult:
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
     """Return the error in the body of a response, or an error with the text `what` if the body contains none.
 
-    If the status is 401, the error advises how to set the token.
+    If the status is 401, an error in the body gets the advice how to set the token.
     """
     try:
         parts: dict[str, Any] = json.loads(body)

@@ -93,7 +93,8 @@ class Coordinator:
     async def declare(self, export: Export) -> None:
         """Make the export of a deployment the current one, unless the last deployment named the same export.
 
-        If replicas exist, the export is promoted. Otherwise, replicas load it when they start.
+        If replicas exist, and neither this nor the current export is a folder of deltas, the export is promoted.
+        Otherwise, replicas load the export when they start.
 
         Raises:
             RaytrecError: The promotion failed; see `promote`.
@@ -125,7 +126,7 @@ class Coordinator:
         return replace(self._order, fair_connections=sum(counts) / len(counts) if len(counts) > 1 else inf)
 
     async def record_report(self, replica: str, report: ReplicaState) -> None:
-        """Record a replica's report, and announce (`news`) if its problem with the run's deltas has changed."""
+        """Record a replica's report, and update `news` if the replica's problem with deltas has changed or ended."""
         before = self._replicas[replica][0].problem if replica in self._replicas else None
         self._replicas[replica] = report, monotonic()
         if report.problem != before:
@@ -148,8 +149,8 @@ class Coordinator:
     async def overview(self) -> dict[str, Any]:
         """Return a dict with the keys `replicas`, `before` and `challenger`.
 
-        They contain the result of `versions`; the previous version or None; and the fields of the challenger with
-        `failed_replicas`, the ids of the replicas that could not load it, or None.
+        `replicas` is the result of `versions`, and `before` is the previous version or None. `challenger` is None, or a
+        dict of the challenger's fields and `failed_replicas`, the ids of the replicas that could not load it.
         """
         failed = sorted(name for name, report in self._live().items() if report.challenger_error)
         challenger = self._challenger and asdict(self._challenger) | {"failed_replicas": failed}
@@ -178,9 +179,9 @@ class Coordinator:
         """
         if not (uri or self._previous or self._challenger):
             expected = "a promotion before the rollback"
-            raise RunError("there is no previous version and no challenger", where="--rollback", expected=expected)
+            raise RunError("there is no previous version and no challenger", where="the service", expected=expected)
         if self._busy.locked():
-            raise RunError("another promotion is in progress", where=uri or "--rollback", do="retry after its end")
+            raise RunError("another promotion is in progress", where=uri or "the service", do="retry after its end")
         async with self._busy:
             export = await self._prepare(uri or self._previous.uri) if uri or not self._challenger else self._current
             if share is None and not shadow:
@@ -192,7 +193,7 @@ class Coordinator:
                 self._remember(self._current, self._previous, self._declared, challenger)
             else:
                 self._publish_order()
-                raise RunError(f"{export.version} already serves all requests", where=uri, expected="another version")
+                raise RunError(f"{export.version} is already the current version", where=uri, do="name another export")
             self._news = news
             self._publish_order()
             await self._wait_for_replicas()

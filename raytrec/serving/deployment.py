@@ -39,7 +39,7 @@ TARGET_BUSY_SHARE = 0.6  # target share of the time during which replicas are bu
 
 
 class Replica:
-    """Replica of a service, which loads exports, serves requests and follows the coordinator in a thread.
+    """Replica that loads a service's exports, serves requests, and follows the coordinator in a thread.
 
     Args:
         service_options: Options of the service.
@@ -101,7 +101,7 @@ class Replica:
         this replica. A replica that follows a run returns immediately.
 
         Raises:
-            RaytrecError: The replica cannot load the current version, or the coordinator does not respond.
+            RaytrecError: The replica cannot load the current version or reach the coordinator within LOAD_TIMEOUT_S.
         """
         # One thread executes the commands in order, while another thread continues to report.
         self._load_thread, self._report_lock = ThreadPoolExecutor(1, "load"), Lock()
@@ -130,7 +130,7 @@ class Replica:
         return {"busy": (now[1] - last_cpu_s) / max(now[0] - last_s, 1e-3)}
 
     def __del__(self) -> None:
-        """Close the listener and the request log; Serve calls this method before it ends the process."""
+        """Close the listener and the request log; Serve calls this method when it ends a replica gracefully."""
         if listener := getattr(self, "_listener", None):
             listener.close()
             if self.service.request_log:
@@ -163,7 +163,7 @@ class Replica:
         return json_response(overview | {"model": describe_model(scorer)} | freshness)
 
     async def _ask_coordinator(self, method: Any, *arguments: Any) -> Any:
-        """Return the result of a method of the coordinator; convert its errors to refusals for the client."""
+        """Return the result of a coordinator's method; refuse the request after a RaytrecError or during a restart."""
         from ray.exceptions import RayActorError
 
         try:
@@ -177,7 +177,7 @@ class Replica:
             raise
 
     def _follow(self) -> None:
-        """Report to the coordinator and pass its commands to the load thread until the process ends."""
+        """Report to the coordinator until the process ends. Unless the replica follows a run, execute its commands."""
         import ray
 
         versions, received, work = self.service.versions, -1, None
@@ -225,7 +225,7 @@ class Replica:
 def compute_replicas(context: Any) -> tuple[float, dict]:
     """Return (number of replicas, {}), as Serve expects of an autoscaling policy.
 
-    With this number, each replica is busy for TARGET_BUSY_SHARE of the time. Without metrics, it does not change.
+    Each replica would then be busy for TARGET_BUSY_SHARE of the time. Without metrics, the number does not change.
     """
     busy = (context.aggregated_metrics or {}).get("busy", {})
     return (sum(busy.values()) / TARGET_BUSY_SHARE if busy else context.current_num_replicas), {}
@@ -238,6 +238,7 @@ def app(args: dict[str, Any]) -> Any:
     earlier version of the application switch to the export.
 
     Raises:
+        ValidationError: `args` contains an unknown key or an invalid value.
         ConfigError: RAYTREC_SERVE_TOKEN is not set, and no_token is not true.
         RaytrecError: There is no export, existing replicas cannot load it, or table shards need too much memory.
     """

@@ -37,7 +37,7 @@ CHECK_INTERVAL_S = 5.0  # interval at which the folder is checked for gaps and n
 
 
 class Follower:
-    """Consumer of a run's deltas in a replica, which loads a full export and applies the following deltas in a thread.
+    """Consumer that loads a full export in a replica, and applies the run's following deltas in a thread.
 
     A delta (the changes between two steps of the run) that cannot be used is refused. The replica keeps its state, and
     tries again until the delta can be used or a newer full export exists.
@@ -92,7 +92,7 @@ class Follower:
         return 0.0 if manifest.last else max(0.0, time() - manifest.cut_unix_s)
 
     def describe(self) -> dict[str, Any]:
-        """Return step, delta, seconds_behind, ended and problem, as described by Freshness in openapi.yaml."""
+        """Return a dict with step, delta, seconds_behind, ended and problem, as in Freshness in openapi.yaml."""
         manifest = self.position.manifest
         about = {"step": manifest.step, "delta": manifest.number, "seconds_behind": round(self.seconds_behind, 3)}
         return about | {"ended": manifest.last, "problem": self.problem}
@@ -250,7 +250,7 @@ class Follower:
         return None
 
     def _catch_up(self, scorer: Scorer, position: Position) -> Position:
-        """Apply the usable deltas after a full export, and return the position of the last one."""
+        """Apply the deltas after a full export until one cannot be used, and return the position that is reached."""
         while True:
             try:
                 prepared = self._prepare_next(scorer, position)

@@ -23,7 +23,8 @@ from pydantic_core import to_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.errors import DataError, get_first_line, shorten_repr
+from raytrec.common.formatting import format_count
 from raytrec.data.arrow import is_list, value_type
 from raytrec.scoring.matrices import DENSE_MATRIX, ID_MATRIX, ROWS_PLACE
 from raytrec.scoring.request_rows import to_array
@@ -146,13 +147,13 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
     """Decode and check an inference request.
 
     Args:
-        headers: Headers of the request; HEADER_LENGTH is the size in bytes of the JSON before binary data.
+        headers: Headers of the request; HEADER_LENGTH: size in bytes of the JSON part; default: size of the body.
         body: Body of the request.
         scorer: Model that serves the request.
         limits: Limits of requests.
 
     Raises:
-        RefusedRequest: The content type is not supported, or the body exceeds a limit.
+        RefusedRequest: The content type is not supported, there are no rows, or the body exceeds a limit.
         DataError: The body is malformed, or a value does not fit its column.
     """
     check_type(headers.get("content-type", OCTET_STREAM), JSON, OCTET_STREAM)
@@ -170,9 +171,10 @@ def decode_inference(headers: Headers, body: bytes, scorer: Scorer, limits: Limi
         raise DataError(f"invalid request: {first['msg']}", where=place or "the body", expected=expected) from None
     names, is_binary = [task.column for task in scorer.manifest.tasks], message.parameters.binary_data_output
     requested = {each.name: each.parameters.binary_data for each in message.outputs} or dict.fromkeys(names)
-    if len(requested) < len(message.outputs) or not requested.keys() <= set(names):
-        what, expected = "an output is unknown or requested twice", f"each of {', '.join(names)} at most once"
-        raise DataError(what, where="outputs", expected=expected)
+    unknown = sorted(requested.keys() - set(names))
+    if len(requested) < len(message.outputs) or unknown:
+        what = f"there is no output {shorten_repr(unknown[0])}" if unknown else "an output is requested twice"
+        raise DataError(what, where="outputs", expected=f"at most one output for each name: {', '.join(names)}")
     tensors = read_tensors(message.inputs, memoryview(body)[size:], scorer.columns)
     is_all = tensors.keys() <= scorer.reader.matrices.keys()
     matrices = {name: np.asarray(values).reshape(shape) for name, (values, shape) in tensors.items() if is_all}
@@ -195,14 +197,16 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
     """
     tensors: dict[str, Tensor] = {}
     for entry in inputs:
-        size = entry.parameters.binary_data_size
+        size, has_data = entry.parameters.binary_data_size, entry.data is not None
+        if entry.name in tensors:
+            raise DataError("the name occurs twice", where=f"input {entry.name}", expected="one input for each name")
         try:
-            if entry.name in tensors:
-                raise ValueError("the name occurs twice")
             if entry.datatype not in ARROW_TYPES:
                 raise ValueError(f"the datatype '{entry.datatype}' is not supported")
-            if (size is None) == (entry.data is None) or (size or 0) > len(binary):
-                raise ValueError("the values are missing, incomplete, or both in data and in binary")
+            if (size is not None) == has_data:
+                raise ValueError("the values are both in data and in binary" if has_data else "the values are missing")
+            if (size or 0) > len(binary):
+                raise ValueError(f"only {format_count(len(binary), 'byte')} of the binary values remain")
             kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
             if entry.datatype == "BYTES" and place >= 0:  # times are text, as in JSON
                 kind = element if types.is_temporal(element := value_type(columns.field(place).type)) else kind
@@ -212,7 +216,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             if isinstance(values, pa.Array) and values.null_count:
                 raise ValueError("a value is null, which the protocol does not support")
             if len(values) != math.prod(entry.shape):
-                raise ValueError(f"there are {len(values):,} values")
+                raise ValueError(f"the input has {format_count(len(values), 'value')}")
         except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
             is_known, what = entry.datatype in ARROW_TYPES, get_first_line(error)
             expected = f"{entry.datatype} values of shape {entry.shape}" if is_known else ", ".join(ARROW_TYPES)
@@ -225,13 +229,13 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
 
 
 def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
-    """Flatten the values of a tensor if they are nested rows of its shape. Other lists are refused later."""
+    """Return the values of a tensor, flattened if they are nested rows of its shape; other nesting is refused later."""
     is_nested = len(shape) == 2 and all(isinstance(row, list) and len(row) == shape[1] for row in data)
     return list(chain.from_iterable(data)) if is_nested else data
 
 
 def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
-    """Decode binary booleans of one byte, little-endian numbers, or strings, each after its length in 4 bytes."""
+    """Decode booleans of 1 byte, little-endian numbers, or texts and times that each follow their length in 4 bytes."""
     if kind == pa.bool_():
         return np.frombuffer(data, np.uint8).astype(bool)
     if not types.is_string(kind) and not types.is_temporal(kind):
@@ -253,7 +257,7 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
     values of B lists of these lengths.
 
     Raises:
-        DataError: The numbers of rows differ, or lengths do not match the values.
+        DataError: No tensor has such a name, the numbers of rows differ, or lengths do not match the values.
     """
     arrays, places = {}, {name: columns.get_field_index(name) for name in tensors}
     for name, (array, shape) in tensors.items():
@@ -274,6 +278,8 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
             arrays[name] = values
         else:
             arrays[name] = pa.Array.from_buffers(pa.list_(values.type, shape[1]), shape[0], [None], children=[values])
+    if tensors and not arrays:
+        raise DataError("no input is one of the model's inputs", where="inputs", expected=", ".join(columns.names))
     if len({len(array) for array in arrays.values()}) > 1:
         expected = "the same number of rows in all inputs"
         raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected=expected)

@@ -29,7 +29,7 @@ class Listener:
 
     Several processes of one user can listen on one port: the kernel distributes connections (SO_REUSEPORT).
     Clients connect directly to the process that scores, because Serve's proxy takes several times longer
-    than scoring.
+    than scoring a few rows.
 
     Args:
         app: ASGI application.
@@ -84,7 +84,7 @@ class Listener:
         return self._thread.is_alive()
 
     def count_active_connections(self) -> int:
-        """Return the number of connections opened or used in the last ACTIVE_S seconds (compat/uvicorn_.py)."""
+        """Return the number of connections in use, or opened or used within ACTIVE_S seconds (compat/uvicorn_.py)."""
         return len(uvicorn_.list_active(self._server))
 
     async def _check_connections(self) -> None:
@@ -107,7 +107,7 @@ class Listener:
 
 
 def refuse_connections(listening: socket.socket) -> None:
-    """Drop the first packet of new connections, so that waiting connections can be accepted first.
+    """Drop the first packet of new connections, if possible, so that waiting connections can be accepted first.
 
     Closing a socket resets connections that wait to be accepted. Dropped packets are resent after 1 s. Other
     packets must pass: a dropped acknowledgment would leave a connection that only the client considers open.

@@ -43,7 +43,7 @@ class LoadedExports:
 
     Attributes:
         current: Export that is served.
-        previous: Export that was served before; None if there was none.
+        previous: Export that was served before; None if there was none, or if `replace` has released it.
         challenger: Export that serves or scores a share of requests; None if there is none.
     """
 
@@ -67,13 +67,13 @@ class LoadedExports:
         return [each for each in (self.current, self.previous, self.challenger, self._prepared) if each]
 
     def prepare(self, uri: str | None) -> str | None:
-        """Load another export unless it is in memory, compare checksums and golden rows, and return its version.
+        """Load and check another export, unless its present version is in memory, and return the version.
 
         Args:
             uri: URI of the export; None: release the prepared export and return None.
 
         Raises:
-            RunError, ConfigError: The export cannot be used.
+            RaytrecError: The export cannot be used.
         """
         if uri is None:
             self._prepared = None
@@ -135,7 +135,7 @@ def load_either(
         try:
             versions = LoadedExports(export.uri, allow_code, make_lookups=make_lookups)
             if (version := versions.version) == export.version:
-                return versions, str(errors[0]) if errors else None
+                return versions, errors[0].what if errors else None
             what = f"the export has been changed in place from version {export.version} to {version}"
             errors.append(RunError(what, where=export.uri))
         except RaytrecError as error:
@@ -144,7 +144,7 @@ def load_either(
 
 
 def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report: ReplicaState) -> ReplicaState:
-    """Execute a command of the coordinator, and return the report of this replica, which contains errors.
+    """Execute a command of the coordinator, and return the replica's report, with the error if an export is unusable.
 
     Args:
         versions: Exports of the process.
@@ -163,7 +163,8 @@ def execute_command(versions: LoadedExports, order: ReplicaCommand, last_report:
         error = copy(failed)  # the traceback would keep the exports of its frames alive
     except Exception as failed:
         _log.exception("a command of the coordinator failed")
-        error = RunError(f"{type(failed).__name__}: {failed}", where=order.prepare or answer.uri)
+        what = f"the export cannot be loaded: {type(failed).__name__}: {failed}"
+        error = RunError(what, where=order.prepare or answer.uri)
     return ReplicaState(order.number, versions.version, prepared, error, challenger_error)
 
 
@@ -187,10 +188,12 @@ def resolve_export(uri: str, folder: str) -> str:
     (place, query), (root, root_query) = _split(uri), _split(folder)
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))
     inner = unquote(place.removeprefix(root)).split("/")
-    if place.startswith(root) and (same_server or query == root_query) and not {"", ".", ".."} & {*inner}:
+    is_inside = place.startswith(root) and not {"", ".", ".."} & {*inner}
+    if is_inside and (same_server or query == root_query):
         return place + query
-    what = "the export is outside the folder of the service or on another server"
-    raise RefusedRequest(403, RunError(what, where=uri, expected=f"an export in {folder} (--promote-from)"))
+    fault = "on another server than" if is_inside else "outside"
+    what = f"the export is {fault} the folder of the service"
+    raise RefusedRequest(403, RunError(what, where=uri, expected=f"an export in {folder}"))
 
 
 def _split(uri: str) -> tuple[str, str]:

@@ -42,7 +42,7 @@ class Endpoint(NamedTuple):
 
 
 def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
-    """Return the OpenAPI document of a service, with the columns and tasks of its model."""
+    """Return the OpenAPI document of a service with its model's columns and tasks; /vectors only if it has towers."""
     document = yaml.safe_load((Path(__file__).parent / "templates/openapi.yaml").read_text(encoding="utf-8"))
     manifest, paths, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
     document["info"] = {"title": manifest.source.run, "version": scorer.version}

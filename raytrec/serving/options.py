@@ -36,7 +36,7 @@ class ServiceOptions(Section):
     promote_from: Location | None = None
     """Folder of the exports that POST /promote accepts; default: the folder that contains uri."""
     log_requests: Location | None = None
-    """Folder for a sample of requests and their scores, to which every node must be able to write."""
+    """Folder, writable from every node, for a sample of requests and their scores; default: no log."""
     log_sample: float = Field(default=0.01, gt=0, le=1)
     """Share of requests that are logged."""
     follow: bool = False

@@ -51,8 +51,8 @@ class ReplicaCommand:
         answer: Export that replicas serve.
         prepare: URI of an export to load next to the current one; None: no export.
         challenger: Challenger of the served export; None: no challenger.
-        fair_connections: Mean number of active connections of the replicas on the replica's node; infinite for the
-            only replica of a node.
+        fair_connections: Mean number of active connections of the replicas on the replica's node; infinite unless
+            several of them have reported their number.
     """
 
     number: int

@@ -104,7 +104,7 @@ def find_block(scorer: Scorer, query: BlockQuery) -> Callable[[], torch.Tensor]:
     """Return a function that reads a block of the present state: rows, pairs or dense values, [n, …].
 
     Raises:
-        DataError: The part has no such name, the range exceeds its values, or the block is too large.
+        DataError: The part has no such name, the range is empty or exceeds its values, or the block is too large.
     """
     part, name, first, end = query.part, query.name, query.first, query.end
     lookups = scorer.lookups

@@ -85,13 +85,14 @@ def make_ranking_body(model, table):
         ({"body": b'{"rows": [NaN]}'}, 400, "invalid JSON"),
         ({"body": b"[" * 100_000}, 400, "invalid JSON"),
         ({"body": b"\xff\xfe"}, 400, "invalid JSON"),
-        ({"body": {}}, 400, "the body has the keys []"),
+        ({"body": {}}, 400, "the body is an empty object"),
         ({"body": {"rows": [], "user": {}}}, 400, "the body has the keys [rows, user]"),
         ({"body": {"rows": []}}, 400, "there are no rows"),
         ({"body": {"user": {}, "candidates": []}}, 400, "there are no candidates"),
         ({"body": {"rows": {}}}, 400, "the rows are not a list"),
         ({"body": {"rows": [3]}}, 400, "the row is not a mapping: 3"),
         ({"body": {"columns": {"a": 3}}}, 400, "not an object of lists"),
+        ({"body": {"columns": {"c": [3]}}}, 400, "no column is one of the model's columns"),
         ({"body": {"columns": {"a": [1.0], "b": [1.0, 2.0]}}}, 400, "different numbers"),
         ({"body": {"user": {}, "candidates": [{}]}}, 400, "user has none of the model's columns"),
         ({"body": {"user": [], "candidates": [{}]}}, 400, "user is not an object"),
@@ -108,7 +109,7 @@ def make_ranking_body(model, table):
         ({"path": "/vectors?tower=items"}, 400, "there is no tower 'items'"),
         ({"headers": {"Content-Encoding": "gzip"}}, 415, "the content encoding 'gzip' is not supported"),
         ({"headers": {"Content-Length": str(10**12)}}, 413, "the request body is too large"),
-        ({"token": "another"}, 401, "the token is missing or wrong"),
+        ({"token": "another"}, 401, "the token is wrong"),
         ({"path": "/predictions"}, 404, "/predictions"),
         ({"path": "/predict", "method": "GET"}, 405, "/predict does not support GET"),
     ],
@@ -359,7 +360,7 @@ def test_changed_export_falls_back_to_previous_version(served_export, tmp_path, 
     del versions
     change(path, small)
     versions, why = load_either(now, before, False)
-    assert versions.version == before.version and str(path) in why
+    assert versions.version == before.version and "export" in why and "\n" not in why
     for other in (None, Export(str(tmp_path / "nothing"), "films-1")):
         with pytest.raises(RunError) as caught:
             load_either(now, other, False)

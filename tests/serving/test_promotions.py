@@ -178,7 +178,7 @@ def test_rejected_challenger_changes_nothing():
 
     async def scenario():
         state = kept.value
-        with pytest.raises(RunError, match="films-1 already serves all requests"):
+        with pytest.raises(RunError, match="films-1 is already the current version"):
             await made.promote("a", 0.1)
         with pytest.raises(RunError, match="no room"):
             await made.promote("b", 0.1)

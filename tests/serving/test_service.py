@@ -251,7 +251,7 @@ def test_challenger_is_kept_by_restarted_processes_until_a_rollback(service, exp
     challenger = Challenger(copy, small.version, 0.3, "canary")
     counts = assert_keys_get_versions(service, exports, challenger)
     assert min(counts[whole.version], counts[small.version]) > 0
-    for uri, share, words in ((whole.path, 0.5, "already serves all requests"), (copy, 2, "invalid share")):
+    for uri, share, words in ((whole.path, 0.5, "is already the current version"), (copy, 2, "invalid share")):
         with pytest.raises(RunError, match=words):
             promote(uri, service=service.url, name=None, share=share)
     service.family("ray::Coordinator")[0].kill()

@@ -217,7 +217,7 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
                 verify(address, str(run))
             with pytest.raises(RunError, match="is not the address of a service"):
                 promote("export", service=address, name=None)
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="token is missing or wrong") as error:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError, match="the token is wrong") as error:
             patch.setenv("RAYTREC_SERVE_TOKEN", "wrong")
             verify(service.url, str(run))
         assert "RAYTREC_SERVE_TOKEN" in error.value.do and "--name" in error.value.do

@@ -91,7 +91,7 @@ class Exchange:
     def receive(self) -> tuple[pa.Buffer, bool]:
         """Return the response to the request, and True if the stream can be used for another request.
 
-        Raises one of FAILURES if there is no response before the deadline.
+        Raises one of FAILURES if the stream fails, or if there is no response before the deadline.
         """
         answer, deadline = self._reader.read_chunk().app_metadata, self.deadline
         self.deadline = None

@@ -169,9 +169,9 @@ class LoadedTables:
     def _find_replaced(
         self, stack: RowStack, key: str, rows_N: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield (True for rows that have been replaced, bool [N], and their stored values) from the newest state back.
+        """Yield (mask of the rows that a later state has replaced, bool [N], their stored values before that state).
 
-        The values of an earlier state are the values that have just been read, overwritten in this order.
+        The newest state is first. The values of the state `key` are the newest values, overwritten in this order.
 
         Raises:
             ValueError: The state can no longer be looked up.
@@ -195,7 +195,7 @@ def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Pos
         position: Delta that leads to the state of the export; None: the tables do not change.
 
     Raises:
-        RunError: There is no export, or it is damaged.
+        RunError: There is no export, or it is damaged or cannot be copied.
     """
     place = make_absolute(uri)
     manifest, (number, count) = read_manifest(place), part

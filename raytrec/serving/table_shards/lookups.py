@@ -97,8 +97,9 @@ class ShardedLookups(Lookups):
         """Wait until all shards have the new state, and return the function that adopts the state; see Lookups.
 
         Raises:
-            UnavailableError: A shard does not have the state after UPDATE_TIMEOUT_S seconds.
+            UnavailableError: A shard cannot be reached, or does not have the state after UPDATE_TIMEOUT_S seconds.
             OutdatedStateError: A shard keeps only later states.
+            RunError: A shard cannot apply the deltas.
         """
         state = self._state._replace(version=version, delta=number, is_first=False)
         # If a shard is unavailable, the other shards must not advance, because they would drop the current state.
@@ -229,6 +230,8 @@ def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -
         if not isinstance(cause, RaytrecError):
             if not isinstance(error, TimeoutError):  # a shard that is slow to respond still serves requests
                 connection.lose(error)
-            what = f"table shard {connection.number} cannot be reached: {type(cause).__name__}"
+            late = f"has not loaded {state.version} within {timeout_s:g} s"
+            fault = late if isinstance(error, TimeoutError) else f"cannot be reached: {type(cause).__name__}"
+            what = f"table shard {connection.number} {fault}"
             cause = UnavailableError(what, where="the service", do="read the log of the service")
         raise cause from None

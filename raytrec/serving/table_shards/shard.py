@@ -162,7 +162,7 @@ class TableShard:
             RunError: No export leads to the state.
         """
         what = f"there is no full export with deltas that lead to {state.version}"
-        failure = self._failure or RunError(what, where=state.uri, expected="the state after a delta of the run")
+        failure = self._failure or RunError(what, where=state.uri, expected="a full export and the deltas after it")
         known = [] if state.is_first else [each.delta for each in self._list_followed(state)]
         for uri, position in iterate_exports(state.uri, max(known, default=0)):
             if position.number <= state.delta:
@@ -265,7 +265,7 @@ def end_shards(name: str, count: int) -> None:
 def make_lookup_maker(
     service_options: ServiceOptions, figures: ReplicaMetrics, position: Position | None = None
 ) -> LookupMaker:
-    """Return the function for scoring.load.load that looks up an export's rows in the shards of a service.
+    """Return the argument `make_lookups` of scoring.load.load for lookups in the shards of a service.
 
     Args:
         service_options: Options of the service.
