@@ -126,9 +126,9 @@ def count_dense_layers(
 
     Models that use autocast or read tensor values cannot run on the meta device. They run on CPU with two small numbers
     of rows, and the counts are extrapolated linearly. The counts for more than MAX_META_ROWS rows are also
-    extrapolated. Models that read sequences are counted without bf16, with sequences of mean length if the schema has
-    statistics. Losses that compare rows of a global batch are counted for the rows of this rank alone. Extrapolation
-    underestimates losses that compare all pairs of rows.
+    extrapolated. Models that read sequences are counted without bf16, with sequences of mean length, or of 0 to 4 ids
+    without statistics. Losses that compare rows of a global batch are counted for the rows of this rank alone.
+    Extrapolation underestimates losses that compare all pairs of rows.
 
     Args:
         build: Function that builds the model of one rank (worker.build.build_unsharded).
