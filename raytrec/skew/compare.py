@@ -203,7 +203,7 @@ class _Comparison:
         )
 
     def _measure_share(self, column: str, measure: str, shares: list[float]) -> ColumnDifference:
-        """Compare a share of the log's rows or lookups with the same share in the training data."""
+        """Compare a share of the log's rows or lookups with the share in, or predicted from, the training data."""
         counts = [np.array([s, 1 - s]) * each.rows for s, each in zip(shares, self._sides, strict=True)]
         return self._measure(column, measure, counts, [{"share": share} for share in shares])
 

@@ -33,8 +33,10 @@ class SameEnvironment(Check):
         for key, values, odd in find_differing(position.about, self.run.peers):
             usual = [rank for rank in range(len(values)) if rank not in odd]
             same = [rank for rank in odd if repr(values[rank]) == repr(values[odd[0]])]
-            odd_text, usual_text = _excerpt_around_difference(str(values[odd[0]]), str(values[usual[0]]))
-            problem = f"{key} is {odd_text!r} on {format_ranks(same)} and {usual_text!r} on {format_ranks(usual)}"
+            pair = values[odd[0]], values[usual[0]]
+            excerpts = zip(pair, _excerpt_around_difference(*map(str, pair)), strict=True)
+            odd_text, usual_text = ("missing" if value is None else repr(text) for value, text in excerpts)
+            problem = f"{key} is {odd_text} on {format_ranks(same)} and {usual_text} on {format_ranks(usual)}"
             rest = [rank for rank in odd if rank not in same]
             problems.append(problem + (f", and has other values on {format_ranks(rest)}" if rest else ""))
         summary = f"{len(position.about)} facts are the same on all ranks"

@@ -119,7 +119,8 @@ def _describe_step_mismatches(of_ranks: list[IdCounts]) -> list[str]:
     if odd := find_deviating_ranks(steps):
         usual = next(step for rank, step in enumerate(steps) if rank not in odd)
         different = " or ".join(f"{step:,}" for step in dict.fromkeys(steps[rank] for rank in odd))
-        problems.append(f"{format_ranks(odd)} completed {different} steps instead of {usual:,}")
+        noun = "step" if different == "1" else "steps"
+        problems.append(f"{format_ranks(odd)} completed {different} {noun} instead of {usual:,}")
     for rank, counts in enumerate(of_ranks):
         if counts.is_behind:  # in messages, steps are counted from 1
             problems.append(f"rank {rank} trained the batch of step {counts.batch_step + 1} at step {counts.step}")

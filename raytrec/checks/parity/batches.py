@@ -65,8 +65,8 @@ def make_random_batches(
 ) -> list[GlobalBatch]:
     """Return `count` random batches of `rows` rows each.
 
-    Each bag has 0 to 4 ids, which may repeat. The ids of each feature in a batch begin with the last and the
-    first id of its table. If a feature has weights, they are in [0, 2).
+    Each bag has 0 to 4 ids, or as many as `lengths` specifies; ids may repeat. The ids of each feature in a batch
+    begin with the last and the first id of its table. If a feature has weights, they are in [0, 2).
 
     Args:
         schema: Schema of the run.
