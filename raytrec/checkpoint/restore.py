@@ -45,7 +45,7 @@ class RestoreResult:
     Attributes:
         folder: Folder of the restored checkpoint; None if there is no usable checkpoint.
         about: Entry "about" of the checkpoint's index.
-        skip_reasons: Reasons why newer checkpoints were skipped.
+        skip_reasons: Reason for each checkpoint that was skipped, newest first.
     """
 
     folder: str | None = None

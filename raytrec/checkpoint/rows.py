@@ -201,7 +201,8 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
-    conversion = "use raytrec convert, " if old and new and old.dim == new.dim else ""
+    is_convertible = old and new and old.dim == new.dim and (new.ids or not old.ids)
+    conversion = "use raytrec convert, " if is_convertible else ""
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",
