@@ -1,7 +1,7 @@
 """Find, pin and remove the checkpoints of a run without importing torch.
 
-Each step has a folder, which is a complete checkpoint if it contains an index. All functions raise OSError if the
-storage fails, and DataError if a URI is not valid.
+Each step has a folder, which is a complete checkpoint if it contains an index. Functions that list, pin or remove
+checkpoints raise OSError if the storage fails.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class Predictions(Result):
         metrics: Metrics of the complete folder: predict.rows, predict.files, predict.skipped_rows,
             predict.skipped_files, predict.ids (number of ids in tables that clamp or hash ids into range),
             predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
-            hashed ids, if any). Metrics of this call: predict.rows_per_s (None if no rows were left to predict), world_size
-            (0 if all files were complete) and seconds. Also name and checkpoint.
+            hashed ids, if any). Metrics of this call: predict.rows_per_s (None if no rows were left to predict),
+            world_size (0 if all files were complete) and seconds. Also name and checkpoint.
         columns: Columns of the output files, in order.
     """
 
