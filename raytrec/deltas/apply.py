@@ -61,7 +61,8 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
         weights: Weights of the consumer's programs by name; the delta must have the same names, shapes and dtypes.
 
     Raises:
-        RunError: A file is missing or damaged, does not fit the consumer's export, or contains NaN or infinity.
+        RunError: A file is missing or damaged, does not fit the consumer's export, or contains NaN or infinity. An
+            infinite weight that does not change is accepted.
     """
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
@@ -72,7 +73,7 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
 
 
 def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
-    """Return table → new rows of a delta, without its ids and dense weights; errors are those of `read_delta`."""
+    """Return table → new rows of a delta, and ignore its ids and dense weights; errors are those of `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
         return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)

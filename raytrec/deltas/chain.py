@@ -221,7 +221,7 @@ def check_gap(folder: str, position: Position) -> None:
 
 
 def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Position]]:
-    """Yield the location and the position of each intact full export of the current stream, newest first.
+    """Yield the location and position of each full export of the current stream with readable manifests, newest first.
 
     Args:
         folder: Folder of deltas.
@@ -254,7 +254,7 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
         source: Origin of the exported model.
 
     Raises:
-        RunError: The folder does not contain exactly one delta that leads to the step of the export.
+        RunError: The folder has no stream, or not exactly one delta that leads to the step of the export.
         OSError: The store cannot be read.
     """
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
@@ -276,9 +276,9 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
 
 
 def remove_old_files(folder: str, keep: int) -> None:
-    """Remove all but the `keep` newest full exports, and the deltas before the oldest remaining full export.
+    """Remove the full exports before the `keep` (at least 1) newest complete ones, and the deltas before these exports.
 
-    If there are no complete full exports, nothing is removed. The manifests are removed first, so that no reader finds
+    Without a complete full export, nothing is removed. The manifests are removed first, so that no reader finds
     a partial export or delta.
 
     Raises:

@@ -219,7 +219,7 @@ class ManifestWriter:
         return None
 
     def give_up(self, number: int, attempt: str) -> None:
-        """Remove the files of a delta that could not be written.
+        """Remove the files of a delta that could not be written, unless its manifest exists.
 
         Args:
             number: Number of the delta.

@@ -202,8 +202,10 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
         else:
             with filesystem.open_input_stream(path) as file:
                 content = file.read_buffer(entry.bytes)
-    if (content.size, hashlib.sha256(content).hexdigest()) != (entry.bytes, entry.sha256):
-        raise UnusableDeltaError(f"the file differs from the size ({entry.bytes:,} bytes) or checksum in the manifest")
+    if content.size != entry.bytes:
+        raise UnusableDeltaError(f"the file does not have the size of {entry.bytes:,} bytes in the manifest")
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise UnusableDeltaError("the file differs from its checksum in the manifest")
     # The messages are read in file order; the footer, which could point to other positions, is not used.
     stream = content.slice(min(ARROW_MAGIC_BYTES, content.size))
     if has_compressed_buffers(stream):

@@ -149,9 +149,12 @@ def test_damaged_files_are_refused(folder, operation):
     write_second(folder)
     file = folder.file(2, operation)
     content = file.read_bytes()
-    for damage in (lambda: flip_lowest_bit(file, len(content) // 2), lambda: file.write_bytes(content[:-9])):
+    for damage, words in (
+        (lambda: flip_lowest_bit(file, len(content) // 2), "the file differs from its checksum"),
+        (lambda: file.write_bytes(content[:-9]), f"the file does not have the size of {len(content):,} bytes"),
+    ):
         damage()
-        with pytest.raises(RunError, match=f"delta 2 cannot be applied: .*{operation}.arrow: the file differs"):
+        with pytest.raises(RunError, match=f"delta 2 cannot be applied: .*{operation}.arrow: {words}"):
             read_second(folder)
         file.write_bytes(content)
     assert read_second(folder)
