@@ -47,8 +47,9 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
         Result with the metrics version, step, deltas (number of applied deltas), name (of the run) and seconds.
 
     Raises:
-        RunError: The export or a delta cannot be used, there is no or more than one delta for the step of the export,
-            a file cannot be written, or another process is writing to `out`.
+        RunError: The export or a delta cannot be used, not exactly one delta leads to the step of the export, a file
+            cannot be written, or another process is writing to `out`.
+        OSError: The folder of deltas cannot be listed.
         ConfigError: `out` contains other files, there is no delta `to`, or a transform of the export names code and
             `allow_code` is False.
     """
@@ -86,7 +87,8 @@ def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
         while following := read_next(folder, positions[-1]):
             positions.append(following)
         first, last = start.number, positions[-1].number
-        what, expected = f"there is no delta {to} after delta {first} of the export", f"a number from {first} to {last}"
+        what = f"there is no delta {to} after delta {first} of the export"
+        expected = f"a number from {first} to {last}" if last > first else f"{first}, the newest delta"
         raise ConfigError(what, where="--to", expected=expected)
     return positions
 

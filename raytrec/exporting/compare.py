@@ -120,7 +120,7 @@ def compare_precisions(
 
     Returns:
         Metric → precision → value (None if undefined). If columns that the metrics require, such as labels, are
-        missing, the result is empty and a warning is printed.
+        missing, or no task can use any row, the result is empty and a warning is printed.
 
     Raises:
         DataError: A row contains a value that the schema does not allow, and data.on_error is not skip.
@@ -130,7 +130,7 @@ def compare_precisions(
     try:
         dataset = open_dataset(config, trained.schema, places, "--data")
         check_usable_rows(dataset)
-    except DataError as error:  # golden rows have been scored before, so only columns of the tasks can be missing
+    except DataError as error:  # golden rows have been scored before, so only values of the tasks can be missing
         console.warn(f"metrics with fp32 and {precision} tables are not compared: {error.what} ({error.where})")
         return {}
     selection = Selection(trained.objective.tasks, eval_config)

@@ -86,8 +86,9 @@ def export(
     Raises:
         RunError: There is no checkpoint, exported scores differ from the run's scores, `mlflow` is set and the run is
             not in MLflow, a file cannot be written, or another process is writing to `out`.
-        ConfigError: `out` contains other files, the model cannot be exported, or `embed` is set although `mlflow`
-            is not set or `out` is not local.
+        ConfigError: `out` contains other files, the model cannot be exported, a value is too large for `quantize`, the
+            configuration names code although `allow_code` is False, the store of tracked runs cannot be used although
+            `mlflow` is set, or `embed` is set although `mlflow` is not set or `out` is not local.
         DataError: The data does not match the schema.
 
     Example:
@@ -105,9 +106,9 @@ def export(
     target = ExportFolder(out, "raytrec export", binding, request)
     if embed and not (mlflow and target.folder.is_local):
         raise ConfigError(
-            "the export cannot be embedded without --mlflow and a local --out",
+            f"an export can be embedded only {'from a local folder' if mlflow else 'in an MLflow model'}",
             where="--embed",
-            expected="--mlflow, and a local folder as --out",
+            expected="a local folder as --out" if mlflow else "--mlflow and --embed together",
         )
     tracked = MlflowRun.from_run_folder(run, allow_code) if mlflow else None
     with RunConsole(config.run.name) as console, target.folder.hold():

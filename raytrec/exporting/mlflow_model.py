@@ -55,7 +55,8 @@ class MlflowRun:
 
         Raises:
             RunError: The run folder does not exist, or its MLflow run does not exist in the store.
-            ConfigError: The run has no tracking configuration, or the store cannot be opened.
+            ConfigError: The run is not tracked, its configuration names code although `allow_code` is False, or the
+                store cannot be opened.
         """
         config = load_tracked_config(run, allow_code)
         folder, uri = config.run.dir, config.tracking.uri
@@ -90,7 +91,7 @@ class MlflowRun:
             embed: True to copy the export's files into the model; False to store only the export's URI.
 
         Raises:
-            ConfigError: The export's URI contains a password.
+            ConfigError: The export's URI contains a password, and `embed` is False.
             RunError: MLflow or its store reports an error.
         """
         if not embed and hide(export) != export:

@@ -17,6 +17,7 @@ from torch.export import Dim, ExportedProgram, export, save
 from torch.export.graph_signature import InputKind
 
 from raytrec.common.errors import ConfigError, RaytrecError, RunError, get_first_line
+from raytrec.common.formatting import format_count
 from raytrec.config.tasks import TowerName
 from raytrec.models.inputs import Sequence as IdSequence
 from raytrec.models.recommender import Recommender, select_last_vectors
@@ -50,7 +51,7 @@ class Program:
         """Return the content of a .pt2 file, without example inputs (a pickle) and paths of this machine.
 
         Raises:
-            ConfigError: The model contains an operator that is not allowed in exports.
+            ConfigError: The program contains an operator or other content that is not allowed in exports.
         """
         self.exported.example_inputs = None
         buffer = io.BytesIO()
@@ -109,7 +110,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
 
 
 def _find_model_line(error: Exception) -> str:
-    """Return the innermost line outside of torch and this file that raised an error, for messages."""
+    """Return the innermost line of an error's traceback, outside of torch and this file if possible, for messages."""
     excluded = os.path.dirname(torch.__file__), __file__
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((each for each in reversed(frames) if not each.filename.startswith(excluded)), frames[-1])
@@ -196,7 +197,7 @@ def make_onnx(program: Program, outputs: Sequence[str]) -> bytes:
         import onnxscript
     except ImportError as error:
         raise ConfigError(
-            f"{error.name} is not installed",
+            f"a package for ONNX cannot be imported: {get_first_line(error)}",
             where="--onnx",
             expected="onnx, onnxscript and onnxruntime",
             do="run `pip install --no-deps -r requirements/onnx.txt` (docs/export.md)",
@@ -283,7 +284,7 @@ class ComparedProgram:
             if actual.shape != expected.shape or not actual.allclose(expected, half, half, equal_nan=True):
                 raise RunError(
                     "the scores of onnxruntime differ from the scores of the model",
-                    where=f"--onnx, {len(expected)} rows",
+                    where=f"--onnx, {format_count(len(expected), 'row')}",
                     expected=f"a difference of at most {TOLERANCE:g}",
                     do="omit --onnx",
                 )

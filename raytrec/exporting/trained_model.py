@@ -176,5 +176,5 @@ class CheckpointTable:
 
 
 def make_rounding(precision: TablePrecision) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that rounds rows, float32 [n, dim] → [n, dim], by encoding and decoding them."""
+    """Return a function that encodes and decodes rows, float32 [n, dim] → [n, dim]; see TablePrecision.encode."""
     return lambda rows_ND: precision.decode(precision.encode(rows_ND))

@@ -205,6 +205,6 @@ def test_export_refuses_a_run_missing_in_mlflow(run, tmp_path):
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(ConfigError, match="this run is not tracked"):
         raytrec.export(folder, out, mlflow=True)
-    with pytest.raises(ConfigError, match="the export cannot be embedded without --mlflow and a local --out"):
+    with pytest.raises(ConfigError, match="can be embedded only in an MLflow model"):
         raytrec.export(folder, out, embed=True)
     assert not Path(out).exists()
