@@ -289,7 +289,7 @@ def compute_group_keys(array: pa.Array) -> np.ndarray:
         TypeError: The type of the array is not supported.
     """
     array = plain_array(array)
-    if not array.null_count:
+    if len(array) and not array.null_count:
         return _keys(array)
     is_valid = array.is_valid().to_numpy(zero_copy_only=False)
     keys = np.full(len(array), NULL_KEY, np.int64)

@@ -125,6 +125,8 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "sparse", why)
     if s.base == "integer" and s.distinct == s.values > 100:
         return Finding(s, "skipped", "a different value in each row")
+    if s.count("infinite") and s.lowest > s.highest:
+        return Finding(s, "skipped", "no finite number")
     return Finding(s, "dense", "a number")
 
 
@@ -164,7 +166,8 @@ def fill_weights(f: Finding) -> None:
     if s.count("nulls_inside") or s.count("nan"):
         f.add_transform("fill_null", value=0)
     if s.count("infinite"):
-        f.add_transform("clip", low=s.lowest, high=s.highest)
+        low, high = (s.lowest, s.highest) if s.lowest <= s.highest else (0, 1)  # else: no finite weight
+        f.add_transform("clip", low=low, high=high)
 
 
 def _label(s: ColumnStats, why: str) -> Finding:

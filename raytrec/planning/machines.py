@@ -193,13 +193,15 @@ def parse_cluster(text: str) -> Cluster:
     disk. The last two sizes are optional.
 
     Raises:
-        ConfigError: The text has another format, the number of machines is 0, or there is no machine with this name.
+        ConfigError: The text has another format, a number is 0, or there is no machine with this name.
     """
     count_match = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(count_match[1]), count_match[2]) if count_match else (1, text)
-    if count < 1:
-        raise ConfigError(f"the number of machines is {count}", where=f"--on {text}", expected="at least 1")
-    if sizes_match := HOST_SIZES_PATTERN.fullmatch(name.strip().lower()):
+    sizes_match = HOST_SIZES_PATTERN.fullmatch(name.strip().lower())
+    for number, what in (count, "machines"), (int(sizes_match[1]) if sizes_match else 1, "GPUs"):
+        if number < 1:
+            raise ConfigError(f"the number of {what} is {number}", where=f"--on {text}", expected="at least 1")
+    if sizes_match:
         memory, host, disk = (float(size) if size else None for size in sizes_match.groups()[1:])
         return Cluster.from_sizes(count, int(sizes_match[1]), memory, host, disk)
     return Cluster.from_machine(count, find_machine(name))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from raytrec.common.errors import RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.common.formatting import format_count, format_percent
 from raytrec.common.storage import make_absolute
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
@@ -139,6 +139,8 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
     logged, measures, data_rows, scale = read_rows(scorer, groups[version], rows, logged=True), [], 0, 0.0
     if data:
         training = [group for each in group_by_version(make_absolute(data), "--data").values() for group in each]
+        if not training:
+            raise DataError("the files have no rows", where=str(data), expected="the rows of the training data")
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows

@@ -84,6 +84,12 @@ class ReplicaConnection:
                 what = f"the service responds with status {answer.status}"
                 raise parse_error(content, what, self._service, answer.status)
             replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
+            if replica is None:
+                raise RunError(
+                    "the response names no replica",
+                    where=self._service,
+                    expected="the address of a service that raytrec serve has started",
+                )
             if self.replica in (None, replica):
                 if self._version not in (None, version):
                     raise ServiceChangedError(f"the version has changed from {self._version} to {version}")

@@ -218,6 +218,7 @@ def test_group_keys_keep_integers_and_hash_other_types():
     assert compute_group_keys(pa.array([5, -1, None, 2**63 - 1])).tolist() == [5, -1, NULL_KEY, 2**63 - 1]
     assert compute_group_keys(pa.array([2**64 - 1], pa.uint64())).tolist() == [-1]
     assert compute_group_keys(pa.array([True, False, None])).tolist() == [1, 0, NULL_KEY]
+    assert compute_group_keys(pa.nulls(0)).tolist() == [], "such as the items of empty lists"
     assert compute_group_keys(pa.array([date(1970, 1, 3)])).tolist() == [2]
     floats = compute_group_keys(pa.array([0.0, -0.0, 1.0, float("nan"), -float("nan")]))
     assert floats[0] == floats[1] != floats[2] and floats[3] == floats[4]

@@ -219,6 +219,13 @@ def test_dense_only_data_gets_bucket_features(tmp_path):
         assert np.bincount(ids).max() < 0.3 * ROWS
 
 
+def test_column_without_finite_numbers_is_skipped(tmp_path):
+    columns = {"label": [0, 1] * 20, "user_id": list(range(10)) * 4, "limit": [np.inf, None] * 20}
+    found = inspect_columns(tmp_path, columns)
+    assert found.schema.dense == [] and not found.transforms
+    assert "no finite number" in found.schema_yaml()
+
+
 def test_buckets_handle_extreme_values(tmp_path):
     for far in (1e10, 1e30, 1e300):
         found = inspect_columns(tmp_path, {"x": [0.5, far, -far]})

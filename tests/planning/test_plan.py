@@ -228,6 +228,8 @@ def test_unknown_machine_error_suggests_nearest_name():
         parse_cluster("2x8xh100-sx")
     with pytest.raises(ConfigError, match="the number of machines is 0"):
         parse_cluster("0x8xh200")
+    with pytest.raises(ConfigError, match="the number of GPUs is 0"):
+        parse_cluster("0x48gib")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from exports import train_for_export
 from test_models import ModelCase
 
 import raytrec
-from raytrec.common.errors import RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.serving.batching import VersionedScores
 from raytrec.serving.bodies import Query
 from raytrec.serving.replica_metrics import ReplicaMetrics
@@ -158,6 +158,13 @@ def test_skew_detects_logged_rows_that_were_not_scored(two_exports, loaded_expor
     rows = make_skew_rows(2, 200)
     found = skew(write_log(tmp_path, loaded_export, scale_column_a(rows), rows), two_exports[0]).metrics
     assert found["differs"] == ["score_y (scored again)", "score_near (scored again)"]
+
+
+def test_skew_rejects_training_data_without_rows(two_exports, loaded_export, tmp_path):
+    log = write_log(tmp_path / "log", loaded_export, make_skew_rows(2, 20))
+    pq.write_table(make_skew_rows(2, 20).slice(0, 0), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="the files have no rows"):
+        skew(log, two_exports[0], data=str(tmp_path / "empty.parquet"))
 
 
 @pytest.mark.survive

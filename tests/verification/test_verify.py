@@ -2,6 +2,9 @@
 
 import json
 import shutil
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 import small
@@ -231,6 +234,20 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         assert verify(service.url, get_step_folder(f"{run}/checkpoints", 2)).metrics["result"] == "equal"
     with pytest.raises(RunError, match=r"the service does not respond: .*refused"):
         verify(service.url, str(run))
+
+
+def test_server_of_another_kind_is_an_error(tmp_path):
+    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
+    (tmp_path / "state").write_text("hello")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with pytest.raises(RunError, match="the response names no replica"):
+                ReplicaConnection(f"http://127.0.0.1:{server.server_port}", "")
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_damaged_checkpoint_is_an_error(run, tmp_path):
