@@ -25,8 +25,8 @@ class ExportClaim:
     Attributes:
         binding: Hash of the inputs and options that determine the export's content.
         files: File name → entry, for complete files.
-        request: Hash of the arguments of the command. Unlike `binding`, it does not depend on which checkpoint or
-            delta is the newest.
+        request: Hash of the arguments of the command. Unlike `binding`, this hash does not depend on which checkpoint
+            or delta is the newest.
     """
 
     binding: str

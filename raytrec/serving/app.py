@@ -61,7 +61,7 @@ class Service:
 
     Attributes:
         request_log: Log of a sample of requests; None: requests are not logged.
-        follower: Follower of a run's deltas, which changes the current model in place; None: there is none.
+        follower: Follower that applies a run's deltas to the current model in place; None: the model does not change.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class Batcher:
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function, which may change a model, once the rows that now wait are scored; only in the event loop."""
+        """Call a function that may change a model once the rows that now wait are scored. Call in the event loop."""
         if self._running:
             self._queue.append(action)
         else:

@@ -143,8 +143,7 @@ class Replica:
         promotion = Promotion.parse(await self.service.read(request))
         if self._follower:
             what = "exports cannot be promoted, because the service follows the deltas of a run"
-            expected = "a service that was started without --follow"
-            do = "start a service of the export without --follow"
+            expected, do = "a service of an export", "start a service of the export without --follow or follow: true"
             raise RefusedRequest(409, RunError(what, where="/promote", expected=expected, do=do))
         uri = resolve_export(promotion.uri, self._promote_from) if promotion.uri else None
         arguments = uri, promotion.share, promotion.shadow

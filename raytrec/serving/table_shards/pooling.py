@@ -31,7 +31,7 @@ def find_shards(rows_N: np.ndarray, row_bytes: int, shards: int) -> np.ndarray:
 
 
 class RowCache:
-    """Direct-mapped cache of rows of one stack, in which a row has only one possible slot. All methods are thread-safe.
+    """Direct-mapped cache of one stack's rows: each row has a single possible slot. All methods are thread-safe.
 
     A missed row is inserted if the previous miss in its slot was a miss of the same row, unless the row in the slot has
     been found since the last attempt to replace it.

@@ -249,8 +249,9 @@ def _check_memory(memory_bytes: int, shards: int) -> None:
     free = [node.get("memory", 0.0) for node in list_free_resources().values()]
     if sum(each // max(1, memory_bytes) for each in free) < shards and not has_autoscaler():
         what = f"the missing table shards ({shards}) need {format_bytes(memory_bytes)} of memory each"
-        expected = f"free memory for all of them; the nodes have {', '.join(map(format_bytes, free))}"
-        raise RunError(what, where="--table-shards", expected=expected, do="increase --table-shards, or add nodes")
+        expected = f"this free memory for each shard; the nodes have {', '.join(map(format_bytes, free)) or 'none'}"
+        do = "increase the number of table shards, or add nodes"
+        raise RunError(what, where="the Ray cluster", expected=expected, do=do)
 
 
 def end_shards(name: str, count: int) -> None:
