@@ -48,8 +48,7 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
 
     Raises:
         RunError: The export or a delta cannot be used, not exactly one delta leads to the step of the export, a file
-            cannot be written, or another process is writing to `out`.
-        OSError: The folder of deltas cannot be listed.
+            cannot be written, the folder of deltas cannot be read, or another process is writing to `out`.
         ConfigError: `out` contains other files, there is no delta `to`, or a transform of the export names code and
             `allow_code` is False.
     """
@@ -57,7 +56,8 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
     export, deltas, out = (make_absolute(str(each)) for each in (export, deltas, out))
     base = read_manifest(export)
     refuse_code(base, export, allow_code)
-    positions = _read_chain(deltas, find_position(deltas, export, base.source), to)
+    with convert_os_errors("cannot read the folder of deltas", where=deltas):
+        positions = _read_chain(deltas, find_position(deltas, export, base.source), to)
     binding = compute_binding(base.checksum, positions[-1].checksum)
     target = ExportFolder(out, "raytrec deltas apply", binding, compute_binding(base.checksum, to))
     with RunConsole(base.source.run) as console, target.folder.hold():

@@ -81,14 +81,16 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
 
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
-        OSError: The store cannot be read while the command waits.
     """
     from raytrec.deltas.chain import find_stream, iterate_exports
 
     check_is_stream(folder)
     deadline, printed = monotonic() + EXPORT_TIMEOUT_S, ""
-    while next(iterate_exports(folder), None) is None:
-        stream = find_stream(folder)
+    while True:
+        with convert_os_errors("cannot read the folder of deltas", where=folder):
+            if next(iterate_exports(folder), None) is not None:
+                return
+            stream = find_stream(folder)
         state = f"run {stream.run} has not written a full export" if stream else "no run has written to the folder"
         if monotonic() > deadline:
             what = f"there is no full export after {EXPORT_TIMEOUT_S} s: {state}"

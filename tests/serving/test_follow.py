@@ -258,6 +258,10 @@ def test_command_waits_for_the_first_export(folder, exports, monkeypatch, capsys
     with pytest.raises(RunError, match="the folder contains no usable full export"):
         follow.Follower(str(folder.path))
     monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 0.1)
+    (folder.path / "exports").touch()
+    with pytest.raises(RunError, match="cannot read the folder of deltas"):
+        command.wait_for_full_export(str(folder.path), 0.05)
+    (folder.path / "exports").unlink()
     with pytest.raises(RunError, match=r"after 0.1 s: run small has not written a full export"):
         command.wait_for_full_export(str(folder.path), 0.05)
     monkeypatch.setattr(command, "EXPORT_TIMEOUT_S", 60)
