@@ -89,6 +89,8 @@ class LogicalState:
     def tensors(self, rows: dict[str, int] | None = None, leave_out: Set[str] = frozenset()) -> State:
         """Return live tensors by name: ShardedTensors for sharded tables, plain tensors for replicated values.
 
+        Cached rows are first written back, and update counts refreshed. Call this method again after further steps.
+
         Args:
             rows: Table → number of leading rows to include. Other tables are included as a whole.
             leave_out: Names of tables to omit.

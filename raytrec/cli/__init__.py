@@ -138,8 +138,8 @@ def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
     if package not in EXTRA_PACKAGES:
         return error
     return RunError(
-        f"{package} is not installed",
+        f"{package} is not installed" if error.name == package else f"{package} lacks the module {error.name}",
         where=sys.prefix,
-        expected="raytrec[cpu] or raytrec[cuda] to train and export, raytrec[score] to score",
-        do="install the packages that docs/install.md lists",
+        expected="the packages for CPUs or GPUs to train and export, or raytrec[score] to score",
+        do="install the packages as in docs/install.md",
     )

@@ -275,7 +275,10 @@ def stay_on_loopback() -> None:
 
 
 def get_loopback_environment() -> dict[str, str]:
-    """Return the environment variables that by default limit a new cluster and, on Linux, gloo and NCCL to loopback."""
+    """Return the environment variables that limit a new cluster and, on Linux, gloo and NCCL to loopback.
+
+    Interfaces that the environment or NCCL's configuration files already set for gloo or NCCL are kept.
+    """
     interfaces = {name: os.environ.get(name, value) for name, value in get_interface_variables("lo").items()}
     return ray_start.get_loopback_env() | (interfaces if sys.platform == "linux" else {})
 

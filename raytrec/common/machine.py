@@ -263,13 +263,14 @@ def check_gpu(host: str) -> None:
         if error := check_fbgemm_support(kind, host):
             raise error
         if recovery := find_needed_recovery(f"cuda:{index}"):
+            name = (list_visible_gpus() or {index: str(index)})[index]
             error = GpuFailedError(
-                f"GPU {index} of {host} has failed: its driver requires {recovery}",
+                f"GPU {name} of {host} has failed: its driver requires {recovery}",
                 where=host,
                 expected="GPUs that need no recovery (nvidia-smi -q: GPU Recovery Action)",
                 do="recover the GPU or remove the node from the cluster, and start or resume the run",
             )
-            error.place = "", (list_visible_gpus() or {index: str(index)})[index]
+            error.place = "", name
             raise error
 
 

@@ -62,7 +62,7 @@ class Cache:
         private(self.kernel, "purge", "torchrec")()
 
     def write(self, values: torch.Tensor, rows: torch.Tensor, new: torch.Tensor) -> None:
-        """Replace the values of some rows in host memory, after writing back and discarding the kernel's cached rows.
+        """Replace the values of some rows in host memory; the cached rows are first written back, and then discarded.
 
         Args:
             values: Table shard, as in `read`.

@@ -54,8 +54,9 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
         sections: Names of all sections.
 
     Raises:
-        ConfigError: The text is not an override, its value is not valid YAML, its key names a section or list entry
-            that does not exist, or a part of the key before the last names a plain value.
+        ConfigError: The text is not an override, its value is not valid YAML, it replaces a section that does not
+            exist, its key names a list entry that does not exist, or a part of the key before the last names a plain
+            value or (the last but one) a list.
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")

@@ -178,12 +178,12 @@ class Result:
     """Result of a command: metrics, which notebooks display as a table, and next steps.
 
     Attributes:
-        metrics: Metrics by name; `name` is the title of the table. For a run, the content of result.json:
+        metrics: Metrics by name; `name` is the title of the table. For a run, the content of result.json, including
             eval.NAME for each metric (eval.TASK.NAME with several tasks), metrics (label and better direction of
             each metric), eval.rows, train.rows, bound.by and further metrics on the use of time
             (report.findings), train.steps, train.samples_per_s, train.checks_passed, train.checks_failed,
             skipped_files, world_size, seconds, name and mlflow_run_id (None without MLflow). If the run uses
-            code of the user, code lists it as module:name.
+            code of the user, code lists it as module:name. metrics/results.py lists further keys.
         path: Run folder, evaluated checkpoint, or folder that the command has written.
         next_steps: Lines, shown below the table, that name files and commands.
         pairs: (name, text) of each row of the table; default: the rows for the metrics of a run.

@@ -130,7 +130,9 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
     if device == "cuda" and (cpu_builds := [node.address for node in nodes if node.built_for == "cpu"]):
-        problem = f"torch is built for CPUs on {'this machine' if is_local() else ', '.join(cpu_builds)}"
+        problem = (
+            f"the packages on {'this machine' if is_local() else ', '.join(cpu_builds)} are for CPUs (torch or FBGEMM)"
+        )
         if scaling.device == "cuda":
             raise ConfigError(
                 problem,
@@ -144,7 +146,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
-        why = "torch is built for CPUs" if nodes else "the cluster has no GPUs"
+        why = "the packages are for CPUs" if nodes else "the cluster has no GPUs"
         raise ConfigError(
             f"CUDA graphs require GPUs, but {'scaling.device is cpu' if scaling.device == 'cpu' else why}",
             where="train.compile=graphs",

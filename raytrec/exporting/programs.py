@@ -279,15 +279,20 @@ class ComparedProgram:
         with torch.no_grad():
             outputs = self._run(*tensors)
         half = TOLERANCE / 2  # absolute and relative tolerance, whose sum is at most TOLERANCE · max(1, |expected|)
-        for array, expected in zip(self._session.run(None, values), outputs, strict=True):
+        for number, (array, expected) in enumerate(zip(self._session.run(None, values), outputs, strict=True)):
             actual = torch.from_numpy(array)
-            if actual.shape != expected.shape or not actual.allclose(expected, half, half, equal_nan=True):
-                raise RunError(
-                    "the scores of onnxruntime differ from the scores of the model",
-                    where=f"--onnx, {format_count(len(expected), 'row')}",
-                    expected=f"a difference of at most {TOLERANCE:g}",
-                    do="omit --onnx",
-                )
+            if actual.shape != expected.shape:
+                found = f"has the shape {list(actual.shape)} instead of {list(expected.shape)}"
+            elif not actual.allclose(expected, half, half, equal_nan=True):
+                found = f"differs from the model's by {float((actual - expected).abs().max()):.3g}"
+            else:
+                continue
+            raise RunError(
+                f"output {number} of onnxruntime {found}",
+                where=f"--onnx, a batch of {format_count(len(expected), 'row')}",
+                expected=f"the model's outputs within {half:g} · (1 + |output|)",
+                do="omit --onnx",
+            )
         return outputs
 
     def compare_random_rows(self) -> None:

@@ -266,7 +266,7 @@ class _Lookup:
 
 
 def count_lookup_work(update_type: str, tables: int, dim: int, length: int) -> tuple[float, float, float]:
-    """Return a `_Lookup`'s randomly accessed bytes, ids and shards, as loads.LoadCounter counts them."""
+    """Return the bytes accessed at random, number of ids and number of shards of a `_Lookup` (loads.LoadCounter)."""
     bags, row, state = BAGS * tables, 4.0 * dim, 0.0
     if update_type != DENSE:
         optimizer = find_optimizer(update_type)

@@ -185,7 +185,7 @@ def load_index(folder: str) -> Index:
     except ConfigError:  # because faiss is not installed
         raise
     except (DataError, OSError, ValueError, LookupError, RuntimeError, pa.ArrowException) as error:
-        why = error.what if isinstance(error, DataError) else get_first_line(error)
+        why = f"{error.what} ({error.where})" if isinstance(error, DataError) else get_first_line(error)
         raise RunError(
             f"the index cannot be loaded: {why}",
             where=uri,

@@ -158,7 +158,9 @@ def _is_shared(port: int) -> bool:
 def _parse_replicas(replicas: str) -> tuple[int, int]:
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(f"invalid value '{replicas}'", where="--replicas", expected="N ≥ 1 or MIN:MAX, such as 1:4")
+        raise ConfigError(
+            f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, each at least 1, such as 1:4"
+        )
     min_replicas, max_replicas = int(parts[0]), int(parts[-1])
     if min_replicas > max_replicas:
         raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")

@@ -358,7 +358,8 @@ def _explain_failed_start(error: RuntimeError, name: str, is_local: bool) -> Run
 def shut_down_service(name: str, table_shards: int = 0) -> None:
     """Delete a service with its coordinator and table shards, even if the service has only partly started.
 
-    Ray Serve is shut down unless it runs other applications, in which case the call waits up to 60 s for the deletion.
+    Ray Serve is shut down unless it runs other applications. In this case, the call waits up to 60 s for the deletion,
+    and then returns without an error. `table_shards` is the number of table shards with which the service was started.
     """
     import ray
     from ray import serve

@@ -82,7 +82,7 @@ def list_endpoints(replica: str) -> list[Endpoint]:
 
 
 def describe_state(scorer: Scorer) -> dict[str, Any]:
-    """Return the response of /state: version, run and step of a model, and for each part name → dtype and shape."""
+    """Return the response of /state: version, run, step, and for each part a mapping from name to dtype and shape."""
     run, step, _ = scorer.version.rsplit("-", 2)
     tables, precisions = scorer.manifest.data_schema.tables, scorer.manifest.precisions
     return {

@@ -51,20 +51,20 @@ def settings(workers=2, readers=1, **scaling):
 def test_auto_chooses_cpu_if_torch_is_built_for_cpus(ray_with_gpus, cpu_build, console):
     assert nodes.choose_device(settings(), nodes.list_gpu_nodes(), console) == "cpu"
     (said,) = console.said
-    assert "GPUs are available, but torch is built for CPUs on this machine" in said
+    assert "GPUs are available, but the packages on this machine are for CPUs" in said
     assert "make install DEVICE=cuda" in said
 
 
 def test_cpu_training_rejects_cuda_graphs(ray_with_gpus, cpu_build, console):
     values = settings()
     values.train.compile = "graphs"
-    with pytest.raises(ConfigError, match="CUDA graphs require GPUs, but torch is built for CPUs") as error:
+    with pytest.raises(ConfigError, match="CUDA graphs require GPUs, but the packages are for CPUs") as error:
         nodes.choose_device(values, nodes.list_gpu_nodes(), console)
     assert error.value.do == "set train.compile=true"
 
 
 def test_cuda_device_requires_a_cuda_build_of_torch(ray_with_gpus, cpu_build, tiny_data, tmp_path):
-    with pytest.raises(ConfigError, match="torch is built for CPUs on this machine") as error:
+    with pytest.raises(ConfigError, match="the packages on this machine are for CPUs") as error:
         driver.train(parquet.config_values(tiny_data, tmp_path / "run", scaling__device="cuda"))
     assert "make install DEVICE=cuda" in error.value.do and "scaling.device=cpu" in error.value.do
     assert not (tmp_path / "run/events.jsonl").exists(), "no worker has started"

@@ -190,8 +190,8 @@ def find_deviating_ranks(values: list[Any]) -> list[int]:
 def read_flat_values(tensors: Sequence[torch.Tensor]) -> list[list[int | float | bool]]:
     """Return the values of each tensor as a flat list of Python numbers.
 
-    Tensors with the same device and dtype are copied to the host together, so the host waits only once. Devices
-    may differ, because torch keeps an optimizer's step count in host memory.
+    Tensors with the same device and dtype are copied to the host together, so the host waits once for each of
+    these groups. Devices may differ, because torch keeps an optimizer's step count in host memory.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number, tensor in enumerate(tensors):

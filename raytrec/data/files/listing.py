@@ -85,10 +85,10 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
-                f"{format_count(len(duplicates), 'file')} would be read more than once; the first is {duplicates[0]}",
+                f"{format_count(len(duplicates), 'file')} would be read more than once, such as {duplicates[0]}",
                 where=f"{key}={join_folder_names(places)}",
-                expected="folders that do not overlap",
-                do="list each folder once",
+                expected="folders and files that do not overlap",
+                do="list each folder once, and omit folders and files inside another listed folder",
             )
     return Listing(tuple(files), dict(left_out))
 

@@ -136,7 +136,7 @@ def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
 
 @style.styled
 def draw_throughput(run: RunFolder) -> Figure | None:
-    """Draw the training throughput of all ranks together, in rows per second, over steps.
+    """Draw the mean throughput of all ranks together since the start of the run, in rows per second, over steps.
 
     The result is None if fewer than two values are recorded.
     """
