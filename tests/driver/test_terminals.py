@@ -16,8 +16,9 @@ pytestmark = pytest.mark.survive
 
 # Make the terminal of file descriptor 0 the controlling terminal, as a login does.
 ON_TERMINAL = """
-import fcntl, termios
+import fcntl, signal, termios
 from raytrec.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests run under nohup
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 main()
 """
