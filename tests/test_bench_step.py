@@ -73,7 +73,7 @@ def test_step_table_has_one_line_per_side(results):
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
-DOCUMENTED = ["start", "share", "ids", "ids_quality", "sequences", "tiers", "grouped", "sync_interval", "online"]
+DOCUMENTED = ["start", "ids", "ids_quality", "sequences", "tiers", "grouped", "sync_interval", "online"]
 DOCUMENTED += ["table_shards"]
 
 

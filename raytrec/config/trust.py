@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 CONFIG, MARK = "config.yaml", ".mark"
 # Files that raytrec writes next to the configurations of a run and of a search.
 RUN_FILES = ("driver.json", "events.jsonl", "plan.json", "checkpoints", CONFIG + MARK)
-SEARCH_FILES = ("search.json", "trials.json", "outcome.json")
+SEARCH = "search.json"
+SEARCH_FILES = (SEARCH, "trials.json", "outcome.json")
 SEARCH_CONFIG_FILES = ("best.yaml", "space.yaml")
 MLFLOW_SECRETS = ("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_AUTH")
 # Sections that are not searched for URIs: their values are checked separately, or are links or code.

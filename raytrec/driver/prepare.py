@@ -26,7 +26,7 @@ from raytrec.config.data import to_run_name
 from raytrec.config.run_config import RunConfig, load_config
 from raytrec.config.schema import Schema
 from raytrec.config.transforms import VOCABULARY_TRANSFORMS
-from raytrec.config.trust import find_checkpoint_origin, mark_as_own
+from raytrec.config.trust import SEARCH, find_checkpoint_origin, mark_as_own
 from raytrec.data.fragments import Dataset
 from raytrec.driver.datasets import open_data
 from raytrec.driver.driver_state import DRIVER_RECORD_FILE as DRIVER
@@ -181,12 +181,13 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
     """Create the folder of a new run with config.yaml and schema.yaml; remove records of a run without checkpoints.
 
     Raises:
-        RunError: The folder contains a finished run, the checkpoint folder contains checkpoints, or one of these
-            folders cannot be accessed.
+        RunError: The folder contains a finished run or a search, the checkpoint folder contains checkpoints, or one of
+            these folders cannot be accessed.
     """
-    if (folder / RESULT).exists():
+    content = "a finished run" if (folder / RESULT).exists() else "a search"
+    if any((folder / name).exists() for name in (RESULT, SEARCH)):
         raise RunError(
-            "the run folder already contains a finished run",
+            f"the run folder already contains {content}",
             where=str(folder),
             expected="a new folder",
             do="choose another run.dir or run.name, or remove the folder",

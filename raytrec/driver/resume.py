@@ -227,8 +227,11 @@ def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]
     def is_fixed(key: str) -> bool:
         return any(fnmatchcase(key, f"{fixed}*") for fixed in FIXED_KEYS)  # plan.tables.*.dtype: of any table
 
+    def show(value: Any) -> str:
+        return "null" if value is None else str(value)
+
     return [
-        f"  {key}: {old.get(key)} → {new.get(key)}"
+        f"  {key}: {show(old.get(key))} → {show(new.get(key))}"
         for key in {**old, **new}
         if old.get(key) != new.get(key) and (is_fixed(key) or not key.startswith(FREE_KEYS))
     ]

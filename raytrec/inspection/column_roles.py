@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -201,15 +202,19 @@ def _label(s: ColumnStats, why: str) -> Finding:
     if s.is_probability:
         return f
     threshold = _threshold(s)
-    f.notes.append(f"{_values(s)}, not 0 and 1: choose the threshold{_share(s, lambda v: v >= threshold)}")
+    share = _share(s, lambda v: v >= threshold)
+    f.notes.append(f"{_values(s)}, not 0 and 1: choose the threshold{share}, or loss mse without binarize")
     return f.add_transform("binarize", at_least=threshold)
 
 
 def _threshold(s: ColumnStats) -> float:
-    """Return the lowest value in the upper quarter of a label's range, or the quarter's start if `few` is None."""
-    start = s.lowest + 0.75 * (s.highest - s.lowest)
-    above = [v for v in s.few or () if v >= start]
-    least = min(above, default=start)
+    """Return the lowest value in the upper quarter of a label's range, or a typical value if `few` is None."""
+    if s.few is None:
+        scale = s.scale()
+        least = math.copysign(math.expm1(abs(scale.mean)), scale.mean) if scale.log else scale.mean
+    else:
+        start = s.lowest + 0.75 * (s.highest - s.lowest)
+        least = min((v for v in s.few if v >= start), default=start)
     return int(least) if float(least).is_integer() else float(f"{least:.6g}")
 
 

@@ -36,7 +36,7 @@ from raytrec.data.transform import apply_transforms
 from raytrec.data.type_checks import check_present, check_types, format_names
 from raytrec.scoring.matrices import ROWS_PLACE, list_matrix_columns
 
-MISSING_ADVICE = "add {} to each row; null means no value"
+MISSING_ADVICE = "add {} to each row; null means no value, unless the column must have one"
 TIME_UNITS = {"s": "seconds", "ms": "milliseconds", "us": "microseconds", "ns": "nanoseconds"}
 ACCEPTED_KINDS = {("text", "time")}  # (sent, trained); transforms read times from ISO text
 

@@ -24,6 +24,7 @@ from raytrec.common.errors import ConfigError, RaytrecError, RunError, convert_o
 from raytrec.common.formatting import format_count
 from raytrec.common.reading import read_text
 from raytrec.config.run_config import RunConfig, load_config
+from raytrec.config.trust import SEARCH
 from raytrec.driver.console import RunConsole
 from raytrec.driver.driver_state import hold_run_lock
 from raytrec.driver.prepare import make_run_folder, write_config, write_marked_file
@@ -33,7 +34,7 @@ from raytrec.tracking.run_folder import RESULT
 from raytrec.tuning.search import Search, Settings, State, prepare_search
 from raytrec.tuning.space import Space
 
-SEARCH_CONFIG, SEARCH, TRIALS = "base/config.yaml", "search.json", "trials.json"
+SEARCH_CONFIG, TRIALS = "base/config.yaml", "trials.json"
 SPACE, OUTCOME = "space.yaml", "outcome.json"
 
 

@@ -74,8 +74,8 @@ def tune(
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before any trial starts.
-        RunError: The folder already contains a search, the search to resume is damaged or still running, no trial has a
-            result, or the cluster cannot be reached.
+        RunError: The folder already contains a search or run, the search to resume is damaged or still running, no
+            trial has a result, or the cluster cannot be reached.
         Interrupted: Ctrl-C or SIGTERM was received.
 
     Example:
@@ -110,6 +110,13 @@ def tune(
             where=config.run.dir,
             expected="a new folder",
             do=f"run raytrec tune --resume {folder}, or choose another run.name or run.dir",
+        )
+    if (Path(config.run.dir) / "config.yaml").exists():
+        raise RunError(
+            "the folder already contains a run",
+            where=config.run.dir,
+            expected="a new folder",
+            do="choose another run.name or run.dir",
         )
     return _run(prepare_search(config, search_space, settings, allow_code), at_once)
 
@@ -158,7 +165,7 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     folder = search.folder
     if search.best:
         write_marked_file(folder / BEST_FILE, format_best_config(search, search.best))
-    if all(trial.state in ENDED_STATES or trial.error for trial in search.trials):
+    if _has_ended(search):
         write_json(folder / OUTCOME, search.metrics)
     if search.config.tracking.enabled:
         try:
@@ -215,6 +222,11 @@ def _build_table(search: Search, keys: list[str]) -> Table:
     return table
 
 
+def _has_ended(search: Search) -> bool:
+    """Return True if each trial has ended or failed; False after an interruption."""
+    return all(trial.state in ENDED_STATES or trial.error for trial in search.trials)
+
+
 def _write_mlflow_run(search: Search) -> None:
     """Write the space, the best trial and best.yaml to the MLflow run that is the parent of the trials."""
     folder, store = search.folder, Store(search.config, search.folder)
@@ -231,3 +243,4 @@ def _write_mlflow_run(search: Search) -> None:
     for file in (SPACE, BEST_FILE):
         if (folder / file).is_file():
             store.upload(folder / file, "")
+    store.end("FINISHED" if _has_ended(search) else "KILLED")

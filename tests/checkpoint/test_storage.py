@@ -309,7 +309,7 @@ def test_index_with_missing_shard_is_rejected(saved_checkpoint):
     assert "the chunks of tensor second" in get_failure(load_alone, folder, tensors).what
     content["tensors"]["second"]["chunks"][0] |= {"sizes": [33], "file": "../a-00000.bin"}
     index.write_index(str(folder), content)
-    assert "another folder" in get_failure(load_alone, folder, tensors).what
+    assert "invalid file name '../a-00000.bin'" in get_failure(load_alone, folder, tensors).what
 
 
 def test_checkpoints_do_not_use_pickle(saved_checkpoint, monkeypatch):

@@ -56,7 +56,7 @@ def test_queries_reject_links_out_of_the_run_folder(tmp_path, folder):
     for ask in (lambda: queries.file("mine", "report.html"), lambda: queries.pictures("mine")):
         with pytest.raises(RunError, match="link"):
             ask()
-    with pytest.raises(RunError, match=r"not written result\.json yet"):
+    with pytest.raises(RunError, match=r"the run has not written result\.json"):
         queries.file("mine", "result.json")
 
 

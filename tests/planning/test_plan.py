@@ -310,14 +310,14 @@ def test_planner_rejects_tables_larger_than_host_memory():
 def test_row_wise_is_advised_only_if_it_is_not_allowed(kinds, is_advised):
     config = settings(2, {"sharding_types": kinds})
     with pytest.raises(ConfigError, match=r"cannot place 4 tables \(.*\) on 2 workers") as error:
-        dry_run(config, schema(10**7), Cluster.from_sizes(2, 1, 0.1))
+        dry_run(config, schema(10**7), Cluster.from_sizes(2, 1, 0.1, 100))
     assert ("add row_wise to plan.sharding_types" in error.value.do) is is_advised
 
 
 @pytest.mark.parametrize("device, label, place", [("cpu", "memory", "memory"), ("cuda", "GPU", "GPU memory")])
 def test_plan_names_the_memory_of_the_device(device, label, place, capsys):
     config = load_config(settings(2, {}), {"scaling.device": device})
-    estimate = ClusterEstimator(config, schema(), build_unsharded)(Cluster.from_sizes(2, 1, 0.1))
+    estimate = ClusterEstimator(config, schema(), build_unsharded)(Cluster.from_sizes(2, 1, 0.1, 100))
     print_plans(Plans(config=config, schema=schema(), on=[estimate]))
     shown = capsys.readouterr().out
     assert f"{label}: weights" in shown and f" GiB of {place}, " in shown

@@ -157,7 +157,7 @@ def test_outputs_are_split_into_task_columns():
     for columns in ([], [3], [4], [7]):
         with pytest.raises(ConfigError, match=re.escape(f"{[3, *columns]} for 3 tasks")):
             total(made.losses(torch.zeros(3, *columns), batch_of_labels(labels)))
-    with pytest.raises(ConfigError, match=r"\[3, 2\] for 1 tasks"):
+    with pytest.raises(ConfigError, match=r"\[3, 2\] for 1 task"):
         total(make_objective([{}]).losses(torch.zeros(3, 2), batch_of_labels(labels)))
 
 

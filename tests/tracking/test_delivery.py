@@ -221,9 +221,9 @@ def test_deleted_experiment_error_names_the_restore_command(store_folder, tmp_pa
     experiment = mlflow_client(uri).get_experiment_by_name("it's gone").experiment_id
     mlflow_client(uri).delete_experiment(experiment)
     (tmp_path / "mlflow.json").unlink()
-    with pytest.raises(ConfigError, match="the experiment it's gone is deleted") as error:
+    with pytest.raises(ConfigError, match="the experiment it's gone has been deleted") as error:
         Delivery(tmp_path, config, print).deliver()
-    assert "tracking.experiment" in error.value.where and "tracking.uri" not in error.value.do
+    assert error.value.where == uri and "tracking.uri" not in error.value.do
     assert f"mlflow experiments restore --experiment-id {experiment}" in error.value.do
     later = Delivery(tmp_path, config, said.append)
     later._tried = True  # after an outage, the error does not stop a training run

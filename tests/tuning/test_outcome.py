@@ -160,4 +160,5 @@ def test_outcome_is_written_to_the_mlflow_parent_run(search, tmp_path):
     assert parent.data.tags["best.trial"] == "1" and parent.data.tags["raytrec.parent_run"]
     files = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert files == {"best.yaml", "space.yaml"}
+    assert parent.info.status == ("FINISHED" if (search.folder / "outcome.json").exists() else "KILLED")
     assert (tmp_path / "mlartifacts").is_dir()

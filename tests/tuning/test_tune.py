@@ -71,6 +71,10 @@ def test_search_finds_the_best_trial_and_stops_the_other(tiny_data, tmp_path, ca
     assert "trial 1 starts" in shown and f"trial {bad.number} stopped at step" in shown
     with pytest.raises(RunError, match="already contains a search"):
         tune(make_tune_settings(tiny_data, tmp_path / "s"), space, trials=2)
+    with pytest.raises(RunError, match="the folder already contains a run"):
+        tune(make_tune_settings(tiny_data, good.folder), space, trials=2)
+    with pytest.raises(RunError, match="the run folder already contains a search"):
+        train(make_tune_settings(tiny_data, tmp_path / "s"))
 
 
 @pytest.mark.survive

@@ -198,7 +198,7 @@ def test_different_rank_environments_are_detected():
     assert (found["check"], found["step"]) == ("same_environment", 0)
     text = found["text"]
     assert "config is 'a: 2' on rank 1 and 'a: 1' on rank 0" in text
-    assert "torch is 'None' on rank 1" in text and "schema" not in text
+    assert "torch is missing on rank 1" in text and "schema" not in text
 
 
 LABELS_SCHEMA = make_small_schema(labels=["y", "z"])
