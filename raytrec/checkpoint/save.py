@@ -205,6 +205,8 @@ class CheckpointWriter:
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         except (Exception, CheckpointException) as failure:  # CheckpointException is a BaseException
             cause = get_root_cause(failure)
+            if isinstance(cause, CheckpointException):  # its own first line lacks the error of the rank
+                cause = next(iter(cause.failures.values()))[0]
             what = f"the checkpoint cannot be saved: {get_first_line(cause)}"
             return cause if isinstance(cause, RunError) else RunError(what, where=folder)
         return None

@@ -303,17 +303,17 @@ def _describe_matching_parameters(config: RunConfig, schema: Schema, saved: dict
 
     `saved` is the entry "tensors" of the checkpoint's index.
     """
-    import torch  # takes seconds, so other runs do not import it in the driver
-
-    from raytrec.embeddings.pooling import find_table_name
-    from raytrec.worker.build import build_unsharded
-
     try:
+        import torch  # takes seconds, so other runs do not import it in the driver
+
+        from raytrec.embeddings.pooling import find_table_name
+        from raytrec.worker.build import build_unsharded
+
         with torch.random.fork_rng(devices=[]):
             values = build_unsharded(config, schema, torch.device("cpu")).state_dict()
+        shapes = {fqn: list(value.shape) for fqn, value in values.items() if find_table_name(fqn) is None}
     except Exception as error:  # check_fit or a worker reports the cause; the line is only information
         return f"the parameters that warm_start.dense=matching loads are unknown: {get_first_line(error)}"
-    shapes = {fqn: list(value.shape) for fqn, value in values.items() if find_table_name(fqn) is None}
     initial = [fqn for fqn, shape in shapes.items() if saved.get(f"dense/{fqn}/value", {}).get("shape") != shape]
     if not initial:
         return f"warm_start.dense=matching loads all {len(shapes)} dense parameters and buffers"

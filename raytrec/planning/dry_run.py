@@ -167,7 +167,7 @@ class ClusterEstimator:
             except ConfigError:
                 continue
             if self._predict(changed, cluster).fits:
-                yield change + (" (changes results)" if change.startswith("optim") else "")
+                yield change + (" (changes results)" if change.startswith(("optim", "plan.tables")) else "")
         if larger := self.find_smallest_cluster(lambda hosts: cluster._replace(hosts=hosts), cluster.hosts + 1):
             yield f"{larger.cluster.hosts} hosts of this type" if not cluster.machine else larger.cluster.name
 

@@ -10,7 +10,7 @@ import socket
 import urllib.error
 import urllib.request
 from contextlib import suppress
-from http.client import HTTPException
+from http.client import HTTPException, InvalidURL
 from threading import Event
 from time import monotonic, sleep
 from typing import Any
@@ -256,7 +256,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
     except urllib.error.HTTPError as error:
         what = f"the service rejected the promotion with status {error.code}"
         raise parse_error(error.read(), what, service, error.code) from None
-    except OSError as error:
+    except (OSError, InvalidURL) as error:
         raise RunError(f"the service does not respond: {getattr(error, 'reason', error)}", where=service) from None
     except (HTTPException, KeyError, TypeError, ValueError) as error:
         what = f"the response is not that of a service: {type(error).__name__}: {error}"

@@ -343,8 +343,9 @@ def _explain_failed_start(error: RuntimeError, name: str, is_local: bool) -> Run
     """Return the error for a service that Serve cannot start; if a replica raised a RaytrecError, with its parts."""
     from ray import serve
 
-    application = serve.status().applications.get(name)
-    messages = [each.message for each in application.deployments.values()] if application else []
+    messages: list[str] = []
+    with suppress(Exception):  # Serve's controller may have died
+        messages = [each.message for each in serve.status().applications[name].deployments.values()]
     text = "\n".join([str(error), *messages]).rstrip()
     # Serve's message ends with the traceback of the replica that failed last.
     *_, last = re.split(r"^raytrec\.[\w.]+: ", text, flags=re.MULTILINE)
@@ -364,10 +365,11 @@ def shut_down_service(name: str, table_shards: int = 0) -> None:
     import ray
     from ray import serve
 
-    if serve.status().applications.keys() - {name}:
-        with suppress(TimeoutError):
+    others: set[str] = set()
+    with suppress(TimeoutError, ray.exceptions.RayError):  # the deletion takes too long, or Serve's controller has died
+        if others := serve.status().applications.keys() - {name}:
             serve.delete(name)
-    else:
+    if not others:
         serve.shutdown()
     with suppress(ValueError):  # the actor does not exist
         ray.kill(ray.get_actor(get_coordinator_name(name), NAMESPACE))

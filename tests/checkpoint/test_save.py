@@ -171,6 +171,26 @@ def lose_rank_after_commit(rank, world, root):
     return str(error), restore(root, state).folder
 
 
+def save_without_memory(rank, world, root):
+    """Save while no memory can be allocated; return the error."""
+
+    def fail(*_):
+        raise MemoryError("cannot allocate 4 GiB")
+
+    state = build_state(world)
+    saves = make_writer(state, root)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardWriter, "prepare_local_plan", fail)
+        error = save_and_wait(saves, 1, state.tensors()).error
+    saves.close()
+    return str(error)
+
+
+def test_failed_save_states_the_error_of_the_rank(tmp_path):
+    (error,) = run_on_ranks(1, save_without_memory, str(tmp_path))
+    assert "the checkpoint cannot be saved: cannot allocate 4 GiB" in error
+
+
 def test_committed_checkpoint_is_kept_if_a_rank_is_lost(tmp_path):
     ((error, folder),) = run_on_ranks(1, lose_rank_after_commit, str(tmp_path))
     assert "Connection reset by peer" in error and folder == files.get_step_folder(str(tmp_path), 1)
