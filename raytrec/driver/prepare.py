@@ -184,8 +184,8 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
         RunError: The folder contains a finished run or a search, the checkpoint folder contains checkpoints, or one of
             these folders cannot be accessed.
     """
-    content = "a finished run" if (folder / RESULT).exists() else "a search"
-    if any((folder / name).exists() for name in (RESULT, SEARCH)):
+    contents = {RESULT: "a finished run", SEARCH: "a search"}
+    if content := next((what for name, what in contents.items() if (folder / name).exists()), None):
         raise RunError(
             f"the run folder already contains {content}",
             where=str(folder),

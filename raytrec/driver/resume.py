@@ -227,14 +227,16 @@ def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]
     def is_fixed(key: str) -> bool:
         return any(fnmatchcase(key, f"{fixed}*") for fixed in FIXED_KEYS)  # plan.tables.*.dtype: of any table
 
-    def show(value: Any) -> str:
-        return "null" if value is None else str(value)
-
     return [
-        f"  {key}: {show(old.get(key))} → {show(new.get(key))}"
+        f"  {key}: {_show(old.get(key))} → {_show(new.get(key))}"
         for key in {**old, **new}
         if old.get(key) != new.get(key) and (is_fixed(key) or not key.startswith(FREE_KEYS))
     ]
+
+
+def _show(value: Any) -> str:
+    """Return a value of the configuration as text; None as YAML's null."""
+    return "null" if value is None else str(value)
 
 
 def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
@@ -280,7 +282,7 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
     for key, new in config.model.model_dump().items():
         old = old_model.get(key)
         if old != new and key != "dropout":
-            new_text, old_text = ("null" if value is None else str(value) for value in (new, old))
+            new_text, old_text = _show(new), _show(old)
             raise ConfigError(
                 f"model.{key} is {new_text}, but the checkpoint has {old_text}",
                 where=where,

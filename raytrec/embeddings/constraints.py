@@ -249,8 +249,9 @@ def advise_disk_space(config: RunConfig, is_full: bool = True) -> str:
 
     If the run folder already contains a run, the advice includes the command that resumes the run.
     """
-    do = "free up space, or set plan.mmap_dir to a folder on another disk" if is_full else ""
-    do, run = do or "set plan.mmap_dir to a writable folder on a local disk", Path(config.run.dir or "")
+    other = "set plan.mmap_dir to a writable folder on a local disk"
+    do = "free up space, or set plan.mmap_dir to a folder on another disk" if is_full else other
+    run = Path(config.run.dir or "")
     begun = config.run.dir and (run / "config.yaml").is_file()
     return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
 

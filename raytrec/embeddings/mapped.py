@@ -135,7 +135,8 @@ class HotRowCache:
         self._slots = torch.full((rows,), -1, dtype=torch.int32)
         # Row in each slot, True if it was used since the hand last passed, and True if it must be written back.
         self._row = torch.zeros(self._count, dtype=torch.int64)
-        self._used, self._changed = torch.zeros(2, self._count, dtype=torch.bool)
+        self._used = torch.zeros(self._count, dtype=torch.bool)
+        self._changed = torch.zeros(self._count, dtype=torch.bool)
         self._filled, self._hand = 0, 0
         self._lookups, self._hits = 0, 0
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from raytrec.common.errors import SchemaError
 from raytrec.common.formatting import format_count
 from raytrec.config.schema import advise_transform, format_transform, format_yaml_scalar
-from raytrec.inspection.column_stats import ColumnStats
+from raytrec.inspection.column_stats import ColumnStats, undo_log
 
 LABEL_NAMES = tuple(
     "label labels target click clicked is_click is_clicked converted conversion y".split()  # noqa: SIM905
@@ -211,7 +212,7 @@ def _threshold(s: ColumnStats) -> float:
     """Return the lowest value in the upper quarter of a label's range, or a typical value if `few` is None."""
     if s.few is None:
         scale = s.scale()
-        least = math.copysign(math.expm1(abs(scale.mean)), scale.mean) if scale.log else scale.mean
+        least = float(undo_log(np.array(scale.mean))) if scale.log else scale.mean
     else:
         start = s.lowest + 0.75 * (s.highest - s.lowest)
         least = min((v for v in s.few if v >= start), default=start)

@@ -241,6 +241,11 @@ class ColumnStats:
         return Scale(mean=round(float(mean), 5 - floor(log10(std))), std=std, log=log, nulls=nulls)
 
 
+def undo_log(values: np.ndarray) -> np.ndarray:
+    """Return each x whose logarithm sign(x) · ln(1 + |x|) (`log` of a scale) is in `values`; magnitudes up to e^700."""
+    return np.sign(values) * np.expm1(np.abs(values).clip(max=700))
+
+
 def _as_integers(values: np.ndarray) -> np.ndarray:
     """Return numbers as int64; floats that have a fraction or do not fit are represented by their bits.
 

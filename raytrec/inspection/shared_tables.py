@@ -12,7 +12,7 @@ import numpy as np
 from raytrec.config.schema_parts import Scale, to_table_name
 from raytrec.data.ids import hash_integers
 from raytrec.inspection.column_roles import MAX_ID_RANGE_FACTOR, Finding, is_ordinal, words
-from raytrec.inspection.column_stats import MAX_EXACT_VALUES, ColumnStats
+from raytrec.inspection.column_stats import MAX_EXACT_VALUES, ColumnStats, undo_log
 from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, count_distinct
 
 MAX_COLLISION_FREE_VALUES = 1000  # tables with fewer values grow until no two values share a row
@@ -185,5 +185,5 @@ def bucket_boundaries(scale: Scale) -> list[float]:
     The column's numbers, after scaling with `scale`, are assumed to be normally distributed.
     """
     deciles = scale.mean + scale.std * np.array([NormalDist().inv_cdf(k / 10) for k in range(1, 10)])
-    numbers = np.sign(deciles) * np.expm1(np.abs(deciles).clip(max=700)) if scale.log else deciles
+    numbers = undo_log(deciles) if scale.log else deciles
     return sorted({float(f"{number:.12g}") for number in numbers})

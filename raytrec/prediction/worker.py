@@ -250,16 +250,16 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
         RunError: A part cannot be read or has changed, or the file cannot be written.
     """
     folder, counts, binding = PredictionFolder(task.out), Counts(), task.manifest.binding
-    names, footers = [folder.uri_of(task.part_of(span)) for span in spans], []
+    names = [folder.uri_of(task.part_of(span)) for span in spans]
     for name, span in zip(names, spans, strict=True):
-        footers.append(_read_part(read_footer, name))
-        part_counts = Counts.from_footer(footers[-1], binding)
+        footer = _read_part(read_footer, name)
+        part_counts = Counts.from_footer(footer, binding)
         if part_counts is None or part_counts.rows != span.rows:
             what = "an intermediate file of predictions is damaged or has changed"
             expected = f"{format_count(span.rows, 'row')} of the same predictions"
             raise RunError(what, where=name, expected=expected, do=REPEAT_ADVICE)
         counts += part_counts
-    schema = footers[0].schema.to_arrow_schema().with_metadata(counts.metadata(binding))
+    schema = footer.schema.to_arrow_schema().with_metadata(counts.metadata(binding))
     with _report_write_errors(task), folder.open_parquet_writer(task.name_of(spans[0].path), schema) as writer:
         for name in names:
             table = _read_part(read_verified, name)
