@@ -32,7 +32,6 @@ EXAMPLES = {
     "ml1m": ("ml1m", 256),
     "adult": ("adult", 256),
     "own": ("own", 256),
-    "criteo_1tb_8xh100": ("criteo_1tb", 32),
 }
 
 

@@ -12,7 +12,7 @@ from golden.losses import EXAMPLES, HERE, ROOT, WORKERS, describe_environment, r
 from ranks import run_on_ranks  # noqa: F401 (these tests start processes)
 
 # `make golden` compares all; `make test` runs each once, on 1 or 2 workers, without the largest models.
-LARGE_EXAMPLES = ("criteo_1tb_8xa100", "criteo_1tb_8xh100", "criteo_1tb_2x8xh100")
+LARGE_EXAMPLES = ("criteo_1tb_8xa100", "criteo_1tb_2x8xh100")
 COMPARED_STEPS, SAME = 10, 1e-4  # for other processors and libraries
 
 
@@ -45,8 +45,9 @@ def test_example_losses_equal_the_recorded_losses(name, workers, data):
 
 
 def test_every_example_has_recorded_losses():
-    # tests/driver/test_next_folder.py compares dlrm_v4, which has requests in the order of time.
-    assert {path.stem for path in (ROOT / "jobs").glob("*.yaml")} == {*EXAMPLES, "dlrm_v4"}
+    # tests/driver/test_next_folder.py compares dlrm_v4, which has requests in the order of time. criteo_1tb_8xh100
+    # differs from criteo_1tb_8xa100 only in batch size and learning rate, and its rate is too high for 32 rows.
+    assert {path.stem for path in (ROOT / "jobs").glob("*.yaml")} == {*EXAMPLES, "dlrm_v4", "criteo_1tb_8xh100"}
     assert {path.stem for path in HERE.glob("*.json")} == set(EXAMPLES)
     for name in EXAMPLES:
         kept = json.loads((HERE / f"{name}.json").read_text())["workers"]
