@@ -72,7 +72,10 @@ def make_config(batch: int, rate: float, seed: int) -> RunConfig:
 
 
 def measure(rows: int, factor: int, multiple: float, seed: int) -> float:
-    """Train one variant on the rows of a seed, and return the AUC of the test rows."""
+    """Train one variant, (factor, multiple) of VARIANTS, on the rows of a seed, and return the AUC of the test rows.
+
+    The number of training rows is rounded down to a multiple of 2 · BATCH.
+    """
     size, schema = BATCH * factor, schema_of(TABLE_ROWS, WIDTH)
     train, test = draw_rows(rows // (2 * BATCH) * 2 * BATCH, 2 * seed), draw_rows(TEST_ROWS, 2 * seed + 1)
     step, _ = build_step(make_config(size, RATE * multiple, seed), schema, torch.device("cpu"))
@@ -103,7 +106,7 @@ def main(
     rounds: harness.Rounds = 3,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Train all variants in each round, print the table and write it into docs/benchmarks.md."""
+    """Train all variants in each round and print the table; without --smallest, write it into docs/benchmarks.md."""
     rows, rounds = (1024, 1) if smallest else (rows, rounds)
     found: Figures = {repr(variant): [] for variant in VARIANTS}
     with tempfile.TemporaryDirectory(prefix="raytrec-batch-") as folder:

@@ -8,8 +8,8 @@ and files; each occurs at a random time after the run has recovered from the pre
 the rows of every step. A run that ends by design (process group ended, GCS killed) is resumed by the command
 that its message names.
 
-Mounting a tmpfs must be permitted. Writes benchmarks/results/chaos.json; if the benchmark ends early or few
-faults were chosen, writes chaos.json in its temporary folder, which is kept after a failure. The exit code is 1
+Mounting a tmpfs must be permitted. Writes benchmarks/results/chaos.json; if the benchmark ends early, with --only, or
+if few faults were chosen, writes chaos.json in its temporary folder, which is kept after a failure. The exit code is 1
 if a row is lost or trained twice, if the AUC differs, if the run does not finish, or if there were too few faults.
 """
 
@@ -123,7 +123,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="Time limit of the benchmark in minutes.")] = 40,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the folders of the runs.")] = False,
 ) -> None:
-    """Print the tables; with all faults, write benchmarks/results/chaos.json."""
+    """Print the tables; with enough faults and without --only, write benchmarks/results/chaos.json."""
     if unknown := set(only or []) - set(FAULTS):
         raise typer.BadParameter(f"--only {min(unknown)}: choose from {', '.join(FAULTS)}")
     began, rng = time.monotonic(), random.Random(seed)

@@ -67,7 +67,10 @@ def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]...")] = None,
     smallest: Smallest = False,
 ) -> None:
-    """Train with each number of workers (--smallest: 1 and 2), print the table and draw the plot."""
+    """Train with each number of workers, print the table, draw the plot and store the results.
+
+    With --smallest, train with 1 and 2 workers, and only print the table.
+    """
     load_config(config, overrides or [])  # raises errors in the configuration before the first run
     with tempfile.TemporaryDirectory() as folder:
         runs = {

@@ -53,7 +53,7 @@ def _trained(scratch: Path) -> Path:
 
 
 def _enlarge(run: Path, size: int) -> int:
-    """Enlarge a table in the newest checkpoint to `size` bytes, and return the table's number of rows."""
+    """Enlarge a table in the newest checkpoint to at most `size` bytes, and return the table's number of rows."""
     folder, index = find(run)
     block_bytes = index["block_bytes"]
     part = min(GIB, size) // (4 * DIM)  # rows
@@ -145,7 +145,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Folder with space for an export and 2 GiB more.")] = None,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/export.json."""
+    """Print the table; without --smallest, write benchmarks/results/export.json and docs/benchmarks.md."""
     torch.set_num_threads(1)
     gib, requests = (0.01, 20) if smallest else (gib, requests)
     with tempfile.TemporaryDirectory(prefix="raytrec-export-", dir=folder) as scratch:

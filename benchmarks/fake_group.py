@@ -41,7 +41,10 @@ def complete(value: Any) -> torch.futures.Future:
 
 
 def join_fake_group(world: int) -> None:
-    """Make this process rank 0 of a fake group of `world` ranks, and replace the exchanges of torch.distributed."""
+    """Make this process rank 0 of a fake group of `world` ranks, and replace the exchanges of torch.distributed.
+
+    The process then uses one thread and prints no log messages below errors.
+    """
     logging.disable(logging.WARNING)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
     torch.set_num_threads(1)

@@ -1,6 +1,7 @@
 """Cause faults in the real processes, nodes, disks and files of a run.
 
-Each function causes a fault, takes the action required of a user, if any, and returns the time of the fault.
+Each function causes a fault, takes the action required of a user, if any, and returns the time of the fault in seconds
+since 1970. It raises a Problem if the run does not react to the fault as required.
 """
 
 from __future__ import annotations

@@ -63,7 +63,8 @@ def watch(port: int, seconds: float, training: subprocess.Popen, logs: list[Path
     """Return (time, served step) for each response of a service, from the first response on.
 
     Raises:
-        RuntimeError: A process ended, or the service did not respond in START_TIMEOUT_S.
+        RuntimeError: The training process ended, or the service responded less than twice before START_TIMEOUT_S or the
+            end of `seconds`.
     """
     served, deadline = Served(), time() + START_TIMEOUT_S
     while time() < (served[0][0] + seconds if served else deadline):
@@ -73,7 +74,8 @@ def watch(port: int, seconds: float, training: subprocess.Popen, logs: list[Path
             served.append((time(), step))
         sleep(INTERVAL_S if served else 0.5)
     if len(served) < 2 or training.poll() is not None:
-        raise RuntimeError("\n".join(log.read_text()[-3000:] for log in logs))
+        tails = "\n".join(log.read_text()[-3000:] for log in logs)
+        raise RuntimeError(f"training ended, or the service did not respond within {START_TIMEOUT_S} s\n{tails}")
     return served
 
 

@@ -575,7 +575,10 @@ def main(
         Path | None, typer.Option(help="Output file; default: benchmarks/results/gpu.json, only on a GPU.")
     ] = None,
 ) -> None:
-    """Print the table and, on a GPU, write benchmarks/results/gpu.json."""
+    """Print the table, and write the results to --out or, on a GPU, to benchmarks/results/gpu.json.
+
+    If the case `ingest` is chosen and its data is missing, the data is generated first.
+    """
     warnings.simplefilter("ignore")
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     torch_device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")

@@ -121,7 +121,7 @@ def main(
     rounds: harness.Rounds = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table; with all cases, write benchmarks/results/grouped.json."""
+    """Print the table; with all cases and 1,2 workers, write benchmarks/results/grouped.json."""
     cases, workers, rounds = ("two_tower", "1", 1) if smallest else (cases, workers, rounds)
     points = []
     for world in harness.integers(workers):

@@ -139,7 +139,7 @@ def load(name: str) -> dict[str, Any]:
 
 
 def keep(path: Path, content: dict[str, Any]) -> None:
-    """Replace a file of results atomically."""
+    """Replace a file of results atomically with `content` as JSON."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")
@@ -176,13 +176,13 @@ def publish(name: str, content: dict[str, Any], text: str, page: str = BENCHMARK
 
 
 def run_raytrec(*words: str | Path) -> None:
-    """Run a raytrec command, and raise CalledProcessError if it fails."""
+    """Run a raytrec command; raise CalledProcessError if it fails, or TimeoutExpired after PREPARE_S seconds."""
     command = [sys.executable, "-m", "raytrec", *map(str, words)]
     subprocess.run(command, check=True, capture_output=True, timeout=PREPARE_S)
 
 
 def status_bytes(*fields: str, pid: int | str = "self") -> int:
-    """Return the sum, in bytes, of fields such as VmHWM or RssAnon in a process's /proc/PID/status."""
+    """Return the sum, in bytes, of fields such as VmHWM in a process's /proc/PID/status; 0 if the process has ended."""
     with suppress(FileNotFoundError, ProcessLookupError):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         wanted = tuple(f"{field}:" for field in fields)

@@ -116,7 +116,7 @@ def measure(model: dict[str, Any], rounds: int) -> dict[str, Any]:
 
 
 def measure_ranks(models: list[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Return, for each model and number of sharding types, a rank's launches and CPU time as one of RANKS."""
+    """Return model → key of SHARDING_TYPES → launches, cpu_ms and ratio (of CPU times, to a single rank) of a step."""
     results: dict[str, dict[str, Any]] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="raytrec-host-"))
@@ -293,7 +293,7 @@ def main(
     rounds: harness.Rounds = 120,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables and write benchmarks/results/host.json."""
+    """Print the tables; without --smallest, write benchmarks/results/host.json and docs/benchmarks.md."""
     names, parts, rounds = harness.split(models), harness.split(only), 1 if smallest else rounds
     results = {name: {} for name in names} | ({} if smallest else harness.load("host"))
     if RANK_OF_8 in parts:

@@ -93,7 +93,7 @@ def build(rank: int, world: int, ids: str, new_share: float) -> tuple[Any, Itera
 
 
 def stream(world: int, ids: int) -> tuple[float, int]:
-    """Map distinct ids to rows; return (seconds, memory growth in bytes after a tenth of the steps)."""
+    """Map distinct ids to rows; return (seconds, growth of this rank's memory in bytes after a tenth of the steps)."""
     from raytrec.common.collectives import Peers
     from raytrec.config.schema_parts import ManagedIds
     from raytrec.embeddings.managed.batches import IdExchange
@@ -141,7 +141,7 @@ def main(
     ids: Annotated[int, typer.Option("--stream", help="Number of distinct ids in the stream.")] = 10_000_000,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/ids.json."""
+    """Print the table; without --smallest, write benchmarks/results/ids.json and docs/benchmarks.md."""
     workers, rounds, ids = ("1", 1, 200_000) if smallest else (workers, rounds, ids)
     points = []
     for world in harness.integers(workers):

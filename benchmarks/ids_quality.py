@@ -86,7 +86,14 @@ class Ratings:
 
 
 def auc_of(ratings: Ratings, kind: str, share: float, seed: int) -> float:
-    """Train for one epoch, and return the AUC on the test pairs."""
+    """Train for one epoch, and return the AUC on the test pairs.
+
+    Args:
+        ratings: Users and films.
+        kind: Kind of ids; see the module docstring.
+        share: Number of rows of each table ÷ number of its distinct ids.
+        seed: Seed of the model and of the negatives in training.
+    """
     import torch
     from sklearn.metrics import roc_auc_score
 
@@ -142,7 +149,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Number of seeds for each side.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table and write benchmarks/results/ids_quality.json."""
+    """Print the table; without --smallest, write benchmarks/results/ids_quality.json and docs/benchmarks.md."""
     with tempfile.TemporaryDirectory() as folder:
         join_group(0, 1, f"{folder}/store")
         if smallest:

@@ -248,7 +248,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Run only these variants (repeatable).")] = None,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the tables and, with all variants, write benchmarks/results/ingest.json."""
+    """Print the tables; with all variants and without --smallest, write benchmarks/results/ingest.json."""
     rounds, times = (1, 1) if smallest else (rounds, times)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

@@ -24,7 +24,13 @@ PREEMPTION = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"
 
 
 class Nodes:
-    """Ray cluster on loopback: a head node without CPUs, and nodes for one worker and its reader each."""
+    """Ray cluster on loopback: a head node without CPUs, and nodes for one worker and its reader each.
+
+    The constructor changes PYTHONPATH and RAY_TMPDIR of this process, and handles SIGTERM like Ctrl-C.
+
+    Args:
+        temporary: Folder for Ray's files, which must not contain `ray` yet.
+    """
 
     def __init__(self, temporary: Path):
         stay_on_loopback()

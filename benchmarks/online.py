@@ -98,7 +98,7 @@ def _turn(ranks: Ranks, steps: int, request: dict[str, Any]) -> dict[str, float]
 
 
 def main(workers: harness.Workers = "1", rounds: harness.Rounds = 7, smallest: harness.Smallest = False) -> None:
-    """Print the tables, and write benchmarks/results/online.json and the tables in docs/benchmarks.md."""
+    """Print the tables; without --smallest, write benchmarks/results/online.json and docs/benchmarks.md."""
     rounds, turn_s, cost = (1, SHORT_TURN_S, []) if smallest else (rounds, TURN_S, [])
     for world in harness.integers(workers):
         with ExitStack() as stack:

@@ -41,7 +41,7 @@ def ml100k(source: Path) -> Split:
 
 
 def seen_films(source: Path, rows: int = 120_000) -> Split:
-    """Read pairs of a user and a rated film from MovieLens-1M, and add two random films for each pair."""
+    """Read MovieLens-1M's pairs of a user and a rated film (label 1), and add two random films for each (label 0)."""
     draw, pairs = np.random.default_rng(3), pd.read_parquet(source / "ml-1m" / "pairs.parquet")
     pairs = pairs.set_axis(["user_id", "item_id"], axis=1).astype("int64")
     seen = pairs.iloc[draw.permutation(len(pairs))[: rows // 3]]

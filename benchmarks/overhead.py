@@ -155,7 +155,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Number of rows in each rank's batch.")] = 512,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Compare the sides, print the table and write benchmarks/results/overhead.json."""
+    """Compare the sides and print the table; without --smallest, write benchmarks/results/overhead.json."""
     rounds = 1 if smallest else rounds
     times = on_ranks(workers, measure, workers, rounds, batch, device=device)[0]
     title = f"{workers} × {device}, {batch} rows a rank, {FEATURES} features, {rounds} turns of {STEPS} steps"

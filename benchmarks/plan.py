@@ -176,7 +176,14 @@ def critical(busy: list[float]) -> float:
 
 
 def summary(rows: list[Row]) -> dict[str, float]:
-    """Return the summary's measurements, such as the median error of predicted times."""
+    """Return the summary's measurements of all rows.
+
+    Returns:
+        ways and plans: numbers of rows and of different plans; memory_within_5: number of rows with a memory error of
+        at most 5 %; memory_error_max and time_error_median: relative errors; rank_correlation: Spearman's coefficient
+        of measured and predicted times; best_picked: share of the cases with several plans in which the step of the
+        plan with the lowest predicted time is at most 5 % slower than the fastest.
+    """
     groups: dict[tuple, list[Row]] = {}
     plans = of_plans(rows)
     for row in plans:
@@ -252,7 +259,10 @@ def main(
     smallest: harness.Smallest = False,
     again: Annotated[bool, typer.Option("--again", help="Predict the measured plans of plan.json again.")] = False,
 ) -> None:
-    """Measure and predict all plans, print the table and write the results."""
+    """Measure (or, with --again, load) and predict all plans, and print the table.
+
+    Without --smallest, the results are stored and docs/planning.md is written, unless a stored plan was left out.
+    """
     ways = {2: ("table_wise", "row_wise")} if smallest else WAYS
     schemas, rounds = (["clicks"], 1) if smallest else (list(SCHEMAS), rounds)
     if again:

@@ -69,7 +69,14 @@ WAYS = {
 
 @dataclass(frozen=True)
 class PlanCase:
-    """Model of a schema under one way of sharding."""
+    """Model of a schema under one way of sharding.
+
+    Attributes:
+        schema: Schema of the data.
+        model: Section `model` of the configuration.
+        rows: Number of rows per rank and step.
+        way: Sharding type of all tables, or mixed or planned; see `config_of`.
+    """
 
     schema: Schema
     model: dict[str, Any]

@@ -90,7 +90,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of runs for each precision.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Train the missing runs, print the table and write it into docs/benchmarks.md."""
+    """Train the missing runs and print the table; without --smallest, write it into docs/benchmarks.md."""
     settings = ["plan.sharding_types=[table_wise]", *QUIET, *(overrides or [])]
     settings += ["train.epochs=1", "train.max_steps=3"] if smallest else []
     variants, seeds = (list(VARIANTS)[::4], 1) if smallest else (list(VARIANTS), seeds)

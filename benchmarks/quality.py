@@ -102,7 +102,7 @@ def main(
 ) -> None:
     """Train the missing runs, print the table and write it into docs/quality.md.
 
-    With --smallest, each row is trained for three steps on synthetic data.
+    With --smallest, each row is trained for three steps on synthetic data, and nothing is stored or written.
     """
     rows = chosen(read_rows(), only)
     if smallest:

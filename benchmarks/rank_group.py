@@ -147,7 +147,11 @@ class Ranks:
         ]
 
     def ask(self, **values: Any) -> list[Any]:
-        """Send a request to all ranks, and return their replies."""
+        """Send a request to all ranks, and return their replies.
+
+        Raises:
+            RuntimeError: A rank exited before it replied.
+        """
         for rank in self._ranks:
             rank.stdin.write(json.dumps(values) + "\n")
             rank.stdin.flush()
@@ -157,7 +161,7 @@ class Ranks:
         return answers
 
     def time(self, **values: Any) -> dict[str, float]:
-        """Send a request, and return the seconds of the slowest rank and the CPU seconds of all ranks."""
+        """Send a request; return s (seconds of the slowest rank) and cpu_s (CPU seconds of all ranks); see `ask`."""
         answers = self.ask(**values)
         return {"s": max(s for s, _ in answers), "cpu_s": sum(cpu for _, cpu in answers)}
 

@@ -61,7 +61,10 @@ def text_of(value: float | str | None) -> str:
 
 
 def main(smallest: harness.Smallest = False, only: harness.Only = ",".join(PARTS)) -> None:
-    """Measure the parts and print the table; with all parts, write benchmarks/results/scale.json."""
+    """Measure the parts and print the table. The exit code is 1 if a part failed.
+
+    With all parts and without --smallest, benchmarks/results/scale.json is written.
+    """
     results: dict[str, dict[str, dict]] = {}
     # The other parts need the plan, and some need the records.
     chosen = [part for part in PARTS if part in ("plan", "records", *harness.split(only))]

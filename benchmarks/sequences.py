@@ -162,7 +162,7 @@ def main(
     rounds: harness.Rounds = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Measure and print the tables; with all lengths and workers, write the results and plots."""
+    """Measure and print the tables; with all lengths and workers and without --smallest, write results and plot."""
     whole = not smallest and (lengths, workers) == (LENGTHS, "1,2")
     lengths, workers, rounds = ("3", "1", 1) if smallest else (lengths, workers, rounds)
     results, worlds = {"cpus": os.cpu_count()}, harness.integers(workers)

@@ -53,7 +53,7 @@ SPEED_HEADER = ("rows/s in batches of 2,048", "`raytrec.load`, one thread", "`ra
 
 
 def make_dlrm(table_rows: int) -> tuple[str, pa.Table]:
-    """Train and export DLRM; return (export, rows)."""
+    """Train and export DLRM in the working directory; return (export, rows of the test data)."""
     sizes = ["--rows", "20000", "--multi-hot", "0", "--dim", "64"]
     run_raytrec("prepare", "synthetic", "--out", "data", *sizes)
     schema = Path("data/schema.yaml")
@@ -70,7 +70,7 @@ def make_dlrm(table_rows: int) -> tuple[str, pa.Table]:
 
 
 def _sasrec() -> tuple[str, pa.Table]:
-    """Train and export SASRec on random histories; return (export, rows)."""
+    """Train and export SASRec on random histories in the working directory; return (export, rows)."""
     draw = np.random.default_rng(0)
     count = 2 * CANDIDATES
     ids = draw.integers(0, ITEMS, (count, LENGTH + 1))
@@ -155,7 +155,7 @@ def main(
     seconds: Annotated[float, typer.Option(help="Seconds for each side and number of clients.")] = 4,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Run the services and models, print the tables and write benchmarks/results/serve.json."""
+    """Run the services and models and print the tables; without --smallest, write benchmarks/results/serve.json."""
     torch.set_num_threads(1)
     rounds, seconds = (1, 0.5) if smallest else (rounds, seconds)
     table_rows = 1000 if smallest else 100_000

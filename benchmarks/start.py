@@ -82,7 +82,7 @@ def begun(config: Path, folder: Path) -> Iterator[tuple[subprocess.Popen, Path]]
 
 
 def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
-    """Start a run and kill a worker; return the seconds of each part of the start and of the restart.
+    """Start a run and kill a worker; return start and restart (see `parts`), and cpu_s until the first step.
 
     Raises:
         Failed: The run ended or took too long.
@@ -106,7 +106,7 @@ def one_round(config: Path, folder: Path, rng: random.Random) -> dict[str, Any]:
 
 
 def parts(names: dict[str, str], began: float, moments: list[Moment]) -> dict[str, float]:
-    """Return a mapping from part to the seconds since the previous moment, using the moment of the last rank."""
+    """Return part → seconds since the previous moment, using the moment of the last rank; and the sum as `total`."""
     seconds, previous = {}, began
     for name, part in names.items():
         firsts: dict[int, float] = {}
@@ -147,7 +147,8 @@ def wait(process: subprocess.Popen, folder: Path, ready: Callable[[], Any]) -> A
     until = time.monotonic() + LONGEST_S
     while not (value := ready()):
         if process.poll() is not None or time.monotonic() > until:
-            raise Failed(folder.with_suffix(".log").read_text(errors="replace")[-3000:])
+            tail = folder.with_suffix(".log").read_text(errors="replace")[-3000:]
+            raise Failed(f"the driver ended, or has not reached the next state within {LONGEST_S:.0f} s\n{tail}")
         time.sleep(0.01)
     return value
 
@@ -191,7 +192,7 @@ def document(values: dict[str, Any]) -> str:
 
 
 def main(rounds: harness.Rounds = 5, smallest: harness.Smallest = False) -> None:
-    """Measure the rounds, print the table and write benchmarks/results/start.json."""
+    """Measure the rounds and print the table; without --smallest, write benchmarks/results/start.json."""
     load, done, rng = round(os.getloadavg()[0], 1), [], random.Random(0)
     with tempfile.TemporaryDirectory(prefix="start-") as place:
         config = prepare(Path(place), save="every_steps: 100")

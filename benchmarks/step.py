@@ -95,7 +95,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
     """Run a side once, and return its measurements.
 
     Raises:
-        RuntimeError: The side failed or took longer than LONGEST_S.
+        RuntimeError: The side exited with a code other than 0, or did not record the last measured step in LONGEST_S.
     """
     command = Command(command_of(side, settings, folder), folder)
     begin, end = WARM_UP, WARM_UP + steps
@@ -109,7 +109,8 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
     finally:
         code = command.end()
     if code or end not in (times := times_of(side, settings, folder)):
-        raise RuntimeError(f"{side} did not reach step {end}\n{command.output}")
+        last = max(times, default=0)
+        raise RuntimeError(f"{side} exited with code {code} after step {last} of {end}\n{command.output}")
     seconds, rows = times[end] - times[begin], steps * settings.batch * settings.workers
     cpu_s = command.cpu_s(times[end]) - command.cpu_s(times[begin])
     first = times.get(1, times[EVERY] - seconds / steps * (EVERY - 1))
@@ -131,7 +132,10 @@ def main(
     sides: Annotated[str, typer.Option(help="Sides, separated by commas.")] = ",".join(SIDES),
     smallest: harness.Smallest = False,
 ) -> None:
-    """Run and print the tables; with all models, workers and sides, write results, plot and documents."""
+    """Run the sides and print the tables.
+
+    With all models, workers and sides and without --smallest, results, plot and documents are written.
+    """
     if steps % EVERY:
         raise typer.BadParameter(f"--steps must be a multiple of {EVERY}")
     whole = not smallest and (models, workers, sides) == (",".join(MODELS), "1,2", ",".join(SIDES))

@@ -144,7 +144,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of streams and models.")] = 5,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Print the table, and write results, plot and docs."""
+    """Print the table; without --smallest, write results, plot and docs/benchmarks.md."""
     warm_up, served, seeds = (5, 10, 1) if smallest else (WARM_UP_H * STEPS_PER_H, SERVED_H * STEPS_PER_H, seeds)
     with tempfile.TemporaryDirectory() as folder:
         join_group(0, 1, f"{folder}/store")

@@ -96,7 +96,7 @@ def draw_lookup(draw: np.random.Generator, keys: list[str], rows: int) -> Assemb
 
 @contextmanager
 def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
-    """Return side → lookups of each side."""
+    """Yield side → lookups of each side, on a local Ray cluster that runs during the block."""
     from ray import serve
 
     options = ServiceOptions(uri=export, name=NAME, table_shards=shards, table_timeout_ms=5000)
@@ -123,7 +123,7 @@ def open_sides(export: str, shards: int) -> Iterator[dict[str, Any]]:
 
 
 def measure_lookups(lookups: Callable[..., Any], requests: list[AssembledTensors]) -> dict[str, float]:
-    """Return the times of lookups, and the keys/s per core."""
+    """Return p50 and p99 of the lookups' times in milliseconds, and the keys/s per core as `rate`."""
     seconds, cpu_s = [], tree_cpu_s()
     for request in requests:
         began = perf_counter()
@@ -162,7 +162,7 @@ def main(
     shards: Annotated[int, typer.Option(min=1, help="Number of shards.")] = 2,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Measure lookups and services, and print the tables."""
+    """Measure lookups and services and print the tables; without --smallest, store them and fill docs/benchmarks.md."""
     torch.set_num_threads(1)
     rounds, lookups, table_rows, seconds = (1, 5, 1000, 0.3) if smallest else (rounds, lookups, 100_000, 3)
     with tempfile.TemporaryDirectory(prefix="raytrec-table-shards-") as scratch:

@@ -165,7 +165,7 @@ def main(
     short_gib: Annotated[float, typer.Option(help="Size in GiB of the table with limited memory; 0: skip.")] = 0.25,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Measure and print the tables that the module docstring describes."""
+    """Measure and print the tables that the module docstring describes; without --smallest, store the results."""
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if short_gib:

@@ -28,7 +28,15 @@ IDS = {"uniform": 1.0, "skewed": 5.0}  # power to which a uniform number is rais
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a measurement with one kernel: table size, number of steps, folder and memory limit."""
+    """Settings of a measurement with one kernel.
+
+    Attributes:
+        kernel: Compute kernel of the table: fused or fused_mmap.
+        rows: Number of rows of the table.
+        steps: Number of training steps before the table is saved.
+        folder: Folder for checkpoints and the tables' files.
+        memory_gib: Value of plan.memory_gib.
+    """
 
     kernel: str
     rows: int

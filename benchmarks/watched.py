@@ -32,6 +32,8 @@ class Problem(Exception):
 class Run:
     """`raytrec train` in a separate process, observed from outside.
 
+    Methods that wait raise a Problem if a time limit is exceeded or the driver ends unexpectedly.
+
     Args:
         folder: Folder of the run.
         checkpoints: Folder of the run's checkpoints.

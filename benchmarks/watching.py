@@ -147,7 +147,7 @@ def main(
     batch: Annotated[int, typer.Option(help="Number of rows in each rank's batch.")] = 512,
     smallest: harness.Smallest = False,
 ) -> None:
-    """Compare the sides, print the table and write benchmarks/results/watching.json."""
+    """Compare the sides and print the table; without --smallest, write benchmarks/results/watching.json."""
     rounds = 2 if smallest else rounds  # an interval needs two rounds
     with tempfile.TemporaryDirectory() as name:
         folder, spawn = Path(name), mp.get_context("spawn")
@@ -185,7 +185,7 @@ def main(
 
 
 def show(seconds: dict[str, list[float]], title: str) -> dict[str, dict[str, float]]:
-    """Print the table, and return the measurements of each side."""
+    """Print the table, and return side → ms per step, added share of time (mean), and its 95 % interval (low, high)."""
     results, rows = {}, []
     for name, of_side in seconds.items():
         # By default, checks run in one turn out of five, so means are compared instead of medians.

@@ -62,6 +62,7 @@ class Recipes(TyperGroup):
 
         Raises:
             ConfigError: A name `module:function` cannot be imported or does not name a function.
+            Exception: Any error raised by a user's module during import.
         """
         from raytrec.cli.options import with_options  # imports this package
 
@@ -85,10 +86,11 @@ def _prepare() -> None:
 
 
 def find_recipe(path: str) -> Callable[..., None]:
-    """Return the function that `module:function` names.
+    """Return the function that `module:function` names; search the working directory if the module is not found.
 
     Raises:
         ConfigError: The name cannot be imported or does not name a function.
+        Exception: Any error raised by the user's module during import.
     """
     from raytrec.common.registry import find_code
 

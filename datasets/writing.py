@@ -26,8 +26,9 @@ SPLITS = ("train", "valid", "test")
 class Output:
     """Folder of a prepared dataset, used as a context manager.
 
-    Files are written to a hidden folder next to the dataset. When the block ends without an error, the hidden
-    folder replaces the dataset's folder, so an interrupted recipe never looks complete.
+    Files are written to a hidden folder next to the dataset, whose earlier content is removed when the block begins.
+    When the block ends without an error, the hidden folder replaces the dataset's folder, so an interrupted recipe
+    never looks complete. After an error, the hidden folder is removed.
 
     Args:
         folder: Folder of the dataset.
@@ -36,6 +37,11 @@ class Output:
             again.
         force: True to replace a folder that a recipe has prepared, whatever its options. Other nonempty folders are
             never replaced.
+
+    Attributes:
+        folder: Absolute path of the dataset's folder.
+        options: Name of the recipe (key recipe) and its options.
+        partial: Hidden folder to which files are written.
     """
 
     def __init__(self, folder: Path, recipe: str, options: dict, force: bool):
@@ -50,16 +56,17 @@ class Output:
         This is the case if the folder was prepared with the same options and `force` is False.
 
         Raises:
-            ConfigError: The folder was prepared with other options and `force` is False, was not written by
-                a recipe, or contains the source, which would be deleted.
+            ConfigError: The folder was prepared with other options and `force` is False, is not empty and was not
+                written by a recipe, or contains a file or folder that an option names, which would be deleted.
         """
-        source = self.options.get("source")
-        if source and Path(source).is_relative_to(self.folder):
-            raise ConfigError(
-                "the source is inside the output folder",
-                where=f"--source {source}, --out {self.folder}",
-                do="choose another --out",
-            )
+        for name, path in self.options.items():
+            if isinstance(path, str) and Path(path).is_absolute() and Path(path).is_relative_to(self.folder):
+                option = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"the path in {option} is inside the output folder, which the recipe replaces",
+                    where=f"{option} {path}, --out {self.folder}",
+                    do="choose another --out",
+                )
         if not self.folder.exists() or (self.folder.is_dir() and not any(self.folder.iterdir())):
             return False
         stored = self._previous_options()
@@ -103,7 +110,11 @@ class Output:
         self.partial.rename(self.folder)
 
     def facts(self) -> dict:
-        """Return the content of the marker written by `finish`: options, rows and facts of the recipe."""
+        """Return the content of the marker written by `finish`: options, rows (split → number) and the recipe's facts.
+
+        Raises:
+            OSError, ValueError: The marker does not exist, or is not valid JSON.
+        """
         return json.loads((self.folder / MARKER).read_text())
 
     def finish(
@@ -113,7 +124,7 @@ class Output:
         comments: Mapping[tuple[str, str], str] | None = None,
         **facts: object,
     ) -> None:
-        """Write schema.yaml and the marker prepared.json.
+        """Write schema.yaml and the marker prepared.json to the hidden folder.
 
         Args:
             schema: Schema of the dataset.
@@ -126,7 +137,7 @@ class Output:
         (self.partial / MARKER).write_text(text + "\n")
 
     def summary(self, job: str = "own", settings: Sequence[str] = (), lines: Sequence[str] = ()) -> None:
-        """Print the number of rows in each split, further lines, and the next command.
+        """Print the number of rows in each split, further lines, and the next command on stderr.
 
         Args:
             job: Name of the example in jobs/ that suits the data.
@@ -143,7 +154,7 @@ class Output:
 
 
 class SplitWriter:
-    """Writer of one split, as files part-*.parquet compressed with zstd.
+    """Writer of one split, as files part-*.parquet compressed with zstd. A split without rows gets one empty file.
 
     Args:
         folder: Folder of the split.
@@ -151,6 +162,9 @@ class SplitWriter:
         group_rows: Number of rows in a row group.
         file_rows: Number of rows after which a new file is started.
         prefix: Prefix of the file names, so that several writers can share a folder.
+
+    Attributes:
+        rows: Number of rows passed to `write`.
     """
 
     def __init__(
@@ -170,7 +184,11 @@ class SplitWriter:
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, table: pa.Table) -> None:
-        """Add rows, and write all full row groups. A row group can contain rows from several calls."""
+        """Add rows, and write all full row groups. A row group can contain rows from several calls.
+
+        Raises:
+            ValueError: The table's columns differ from the schema, or a value cannot be cast to its type.
+        """
         self._waiting.append(table.cast(self._schema))
         self.rows += len(table)
         waiting = sum(map(len, self._waiting))
@@ -201,7 +219,7 @@ class SplitWriter:
 
 
 def write_table(folder: Path, table: pa.Table, group_rows: int = 16_384) -> int:
-    """Write one table as a split, and return its number of rows."""
+    """Write one table as a split in `folder`, with row groups of `group_rows` rows, and return its number of rows."""
     writer = SplitWriter(folder, table.schema, group_rows)
     writer.write(table)
     writer.close()
@@ -213,6 +231,10 @@ def progress(text: str, total: int | None) -> Iterator:
     """Yield a function that advances a progress bar on stderr by a number of units.
 
     The bar is hidden if stderr is not a terminal.
+
+    Args:
+        text: Text before the bar.
+        total: Number of units of the whole task; None: unknown.
     """
     console = open_console(stderr=True)
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -43,7 +43,7 @@ def test_local_cluster_stores_token_and_absolute_home_in_environment(unusable_ho
 
 
 def test_shared_cluster_error_names_token_path_variable(unusable_home, tmp_path, monkeypatch):
-    with pytest.raises(RunError, match="cannot store the token") as error:
+    with pytest.raises(RunError, match="cannot create or read the token") as error:
         use_token(create=True)
     assert TOKEN_PATH_VARIABLE in error.value.do and TOKEN not in os.environ
     monkeypatch.setenv(TOKEN_PATH_VARIABLE, str(tmp_path / "token"))
@@ -51,9 +51,24 @@ def test_shared_cluster_error_names_token_path_variable(unusable_home, tmp_path,
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
+def test_relative_token_path_is_made_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(TOKEN, raising=False)
+    monkeypatch.setenv(AUTH_MODE_VARIABLE, "token")
+    monkeypatch.setenv(TOKEN_PATH_VARIABLE, "token")
+    use_token(create=True)
+    assert os.environ[TOKEN_PATH_VARIABLE] == str(tmp_path / "token") and (tmp_path / "token").is_file()
+
+
 def test_joining_without_token_raises_run_error(unusable_home):
     with pytest.raises(RunError, match="no token"):
         use_token()
+
+
+def test_nccl_file_need_not_be_utf_8(tmp_path, monkeypatch):
+    (tmp_path / "nccl.conf").write_bytes(b"# \xe9\nNCCL_SOCKET_IFNAME=eth0\n")
+    monkeypatch.setenv("NCCL_CONF_FILE", str(tmp_path / "nccl.conf"))
+    assert get_interface_variables("lo") == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def test_network_settings_need_no_home(unusable_home):

@@ -56,7 +56,12 @@ VALID_SHARE = 5  # one in this many rows of adult.data is in valid
 
 
 def write(out: Path, source: Path, seed: int, dim: int, force: bool) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare adult`."""
+    """Write the dataset; the arguments are those of `raytrec prepare adult`.
+
+    Raises:
+        ConfigError: The output folder cannot be replaced (`Output.is_ready`).
+        DataError: A file cannot be read or is invalid.
+    """
     source = source.expanduser().absolute()
     output = Output(out, "adult", {"source": str(source), "seed": seed, "dim": dim}, force)
     if not output.is_ready():
@@ -91,7 +96,11 @@ def read(path: Path) -> pd.DataFrame:
 
 
 def _rows(lines: list[str], path: Path) -> Iterator[list]:
-    """Yield the fields of each line, except for empty lines and UCI's remark in the first line of adult.test."""
+    """Yield the fields of each line, except for empty lines and UCI's remark in the first line of adult.test.
+
+    Raises:
+        DataError: A line is invalid.
+    """
     for number, line in enumerate(lines, 1):
         if not line.strip() or (number == 1 and line.startswith("|")):
             continue
@@ -128,6 +137,11 @@ def _income(text: str) -> int | None:
 class Adult:
     """Rows of people by split, and scales and vocabularies that are computed from train alone.
 
+    Args:
+        data: Rows of adult.data, as `read` returns them.
+        test: Rows of adult.test.
+        seed: Seed of the order in which adult.data is divided.
+
     Attributes:
         splits: Name of a split → rows. train and valid divide adult.data in seeded random order; test is adult.test.
         scales: Dense column → [mean, standard deviation].
@@ -156,7 +170,7 @@ class Adult:
         return pa.table({**columns, "fnlwgt": people["fnlwgt"].to_numpy()})
 
     def schema(self, dim: int) -> Schema:
-        """Return the content of schema.yaml, with a table for each sparse column."""
+        """Return the schema of the dataset, with a table of width `dim` for each sparse column."""
         return Schema.parse(
             {
                 "labels": LABELS,

@@ -57,8 +57,8 @@ def read(chunk: Chunk, skip_bad: bool) -> Iterator[tuple[pa.Table, int]]:
     """Yield tables of parsed lines, each with the number of malformed lines that were skipped.
 
     Raises:
-        DataError: A line is malformed and `skip_bad` is False; the error names the file and the line and
-            quotes its beginning.
+        DataError: A compressed file is damaged; or a line is malformed and `skip_bad` is False, in which case the error
+            names the file and the line and quotes its beginning.
     """
     line_offset = 0  # number of lines in earlier blocks of a stream
     for block in _blocks(chunk):
@@ -162,7 +162,7 @@ def _lines_before(chunk: Chunk) -> int:
 
 
 def hex_values(column: pa.ChunkedArray) -> np.ndarray:
-    """Return the values of hexadecimal texts of at most 8 digits, int64 [n]; -1 for missing texts."""
+    """Return the values of hexadecimal texts of 1 to 8 digits, int64 [n]; -1 for nulls."""
     missing = column.is_null().to_numpy()
     padded = pc.utf8_lpad(column.fill_null(""), 8, "0").combine_chunks()
     digits = padded.buffers()[2]

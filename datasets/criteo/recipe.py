@@ -38,7 +38,12 @@ def write(
     skip_bad: bool,
     force: bool,
 ) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare criteo`."""
+    """Write the dataset with tasks of a Ray session; the arguments are those of `raytrec prepare criteo`.
+
+    Raises:
+        ConfigError: There are too few rows, or the output folder cannot be replaced (`Output.is_ready`).
+        DataError: There are no files of the layout, a file is damaged, or a line is malformed and `skip_bad` is False.
+    """
     source = source.expanduser().absolute()
     files = find_files(source, layout)
     size = {"hash_rows": hash_rows} if vocabulary == "hash" else {"min_count": min_count}
@@ -111,7 +116,7 @@ def find_files(source: Path, layout: str) -> Files:
 
 
 def schema_of(sizes: list[int], dim: int) -> Schema:
-    """Return a schema with 13 dense columns, and 26 features with a table each."""
+    """Return a schema with 13 dense columns, and 26 features with a table each; `sizes` are the tables' rows."""
     return Schema.parse(
         {
             "labels": ["label"],
@@ -129,7 +134,11 @@ def _firsts(counts: list[int]) -> list[int]:
 
 
 def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, int]:
-    """Return (index of the first row of valid, index of the first row of test)."""
+    """Return (index of the first row of valid, index of the first row of test).
+
+    Raises:
+        ConfigError: A split would have no rows.
+    """
     total = sum(counts)
     if files.held_out is None:
         first = total - total // 7
@@ -227,7 +236,14 @@ def _added_up(parts: list[pa.Table]) -> pa.Table:
 
 
 class ChunkWriter:
-    """Task that writes a chunk as part files of the splits."""
+    """Task that writes a chunk as part files of the splits.
+
+    Args:
+        folder: Folder that receives the splits.
+        bounds: Index of the first row of valid, and of test.
+        tables: Column → values with the ids 1, 2, …; None: values are hashed.
+        hash_rows: Number of rows of each table, if values are hashed.
+    """
 
     def __init__(self, folder: str, bounds: tuple[int, int], tables: dict[str, np.ndarray] | None, hash_rows: int):
         self._folder, self._bounds, self._hash_rows = folder, bounds, hash_rows
@@ -237,7 +253,15 @@ class ChunkWriter:
             self._tables = {name: (values[orders[name]], orders[name] + 1) for name, values in tables.items()}
 
     def __call__(self, task: tuple[Chunk, int, int], skip_bad: bool) -> dict[str, int]:
-        """Write a chunk, and return the numbers of rows in each split and of skipped lines."""
+        """Write a chunk, and return the numbers of rows in each split and of skipped lines (key skipped).
+
+        Args:
+            task: (chunk, index of its first row, number of the chunk).
+            skip_bad: True to skip malformed lines.
+
+        Raises:
+            DataError: A line is malformed and `skip_bad` is False.
+        """
         chunk, first, number = task
         writers: dict[str, SplitWriter] = {}
         skipped = 0

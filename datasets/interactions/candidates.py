@@ -75,9 +75,9 @@ def _check_enough(users: np.ndarray, count: int, items: int, met: np.ndarray) ->
         remaining = items - int(counts.max())
         raise DataError(
             f"cannot draw {count} new items for each user: a user has interacted with all but {remaining} of {items:,}",
-            where="--negatives, --train-negatives",
-            expected=f"at most {max(remaining, 0)} drawn items per user",
-            do="lower the option",
+            where="--negatives, --train-negatives or, in prepare movielens, --candidates, --negatives",
+            expected=f"at most {remaining} drawn items per user",
+            do=f"lower the option whose value is {count}",
         )
 
 
@@ -86,9 +86,15 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
 
     Users that are not in the source are skipped. Items that are not in the source get new ids.
 
+    Args:
+        path: Parquet or text file.
+        builder: Builder that contains all interactions of the source; its vocabulary of items receives the new items.
+        columns: Names of the columns of users and items, for Parquet.
+
     Raises:
-        ConfigError: The file is not in a known layout.
-        DataError: The file does not exist, a line or row is invalid, or no user occurs in the source.
+        ConfigError: The format is unknown, or a column is missing or has an unsupported type.
+        DataError: The file does not exist or cannot be read, a line or row is invalid, the keys cannot be converted to
+            the types in the source, or no user occurs in the source.
     """
     users, items = [], []
     kinds = builder.users.keys.type, builder.items.keys.type

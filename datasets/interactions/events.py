@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.formatting import format_count
 
 TRAIN, VALID, TEST = 0, 1, 2
 VALID_NAMES = ("valid", "validation", "val", "dev")  # names of the valid split in sources
@@ -40,14 +41,14 @@ class Vocabulary:
         return ids[encoded.indices.to_numpy(zero_copy_only=False)]
 
     def known_ids(self, values: pa.Array) -> np.ndarray:
-        """Return the id of each key, or -1 for unknown keys; int32 [n]."""
+        """Return the id of each key, or -1 for unknown keys; int32 [n]. `values` must have the type of `keys`."""
         indices = pc.index_in(values, value_set=self.keys).fill_null(-1)
         return indices.to_numpy(zero_copy_only=False).astype(np.int32)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, for layouts with named columns."""
+    """Names of the columns of users, items and times, for layouts with named columns; `time` None: no times."""
 
     user: str = "user"
     item: str = "item"
@@ -56,7 +57,7 @@ class Columns:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs of users and items: int32 [n] each."""
+    """Pairs of users and items, given by their ids: int32 [n] each."""
 
     user: np.ndarray
     item: np.ndarray
@@ -108,15 +109,22 @@ class Interactions:
 
 
 class InteractionBuilder:
-    """Builder that combines the parts of a source into one Interactions."""
+    """Builder that combines the parts of a source into one Interactions.
+
+    Attributes:
+        users: Ids of the users added so far.
+        items: Ids of the items added so far.
+        types: Types of users, items and times in files (tables.read); None before the first file.
+    """
 
     def __init__(self) -> None:
         self.users, self.items = Vocabulary(), Vocabulary()
+        self.types: tuple[str, str, str] | None = None
         self._parts: list[tuple[np.ndarray, ...]] = []
         self._time_type: pa.DataType | None = None
 
     def add(self, users: pa.Array, items: pa.Array, times: pa.Array | None = None, split: int = TRAIN) -> None:
-        """Add interactions.
+        """Add interactions. All calls must have the same types; only integers and floats as times can be mixed.
 
         Args:
             users: Key of each interaction's user, without nulls.
@@ -127,7 +135,8 @@ class InteractionBuilder:
         user, item = self.users.ids(users), self.items.ids(items)
         parts = [user, item, np.full(len(user), split, np.int8)]
         if times is not None:
-            self._time_type = times.type
+            is_mixed = self._time_type is not None and times.type != self._time_type
+            self._time_type = pa.float64() if is_mixed else times.type
             plain = times if pa.types.is_floating(times.type) else times.cast(pa.int64())
             parts.append(plain.to_numpy(zero_copy_only=False))
         self._parts.append(tuple(parts))
@@ -241,8 +250,8 @@ def _check_order(data: Interactions, how: str) -> None:
         raise ConfigError(
             "the source has no times and is not ordered by time",
             where=f"--split {how}",
-            expected="a column of times",
-            do="name the column of times with --time, or use --split random",
+            expected="a column of times, which --time names",
+            do="use a source with times, or another --split, such as random",
         )
 
 
@@ -264,13 +273,13 @@ def _leave_one_out(data: Interactions, order: np.ndarray, lenient: bool) -> np.n
     few = np.flatnonzero((counts < MIN_USER_INTERACTIONS) & (counts > 0))
     if len(few) and not lenient:
         raise DataError(
-            f"{len(few):,} users have fewer than {MIN_USER_INTERACTIONS} interactions; the first, "
-            f"{data.users[int(few[0])].as_py()!r}, has {counts[few[0]]}",
+            f"no interaction can be left out for {format_count(len(few), 'user')} with fewer than "
+            f"{MIN_USER_INTERACTIONS} interactions; the first, {data.users[int(few[0])].as_py()!r}, has "
+            f"{counts[few[0]]}",
             where=f"--split {LEAVE_ONE_OUT}",
             expected=f"{MIN_USER_INTERACTIONS} or more: one for test, one for valid, one for train",
-            do=f"exclude them with --min-interactions {MIN_USER_INTERACTIONS}, or keep them only in "
-            "train with "
-            "--min-interactions 1",
+            do=f"remove them from the source; or, in prepare interactions, exclude them with --min-interactions "
+            f"{MIN_USER_INTERACTIONS}, or keep them only in train with --min-interactions 1",
         )
     user = data.user[order]
     from_end = np.cumsum(counts)[user] - 1 - np.arange(len(user))

@@ -59,9 +59,10 @@ def read_interactions(source: Path, columns: Columns, candidates: Path | None) -
         candidates: File with the candidates of each test user; None: the source's own, if any.
 
     Raises:
-        ConfigError: The source lacks a column, or contains candidates in addition to the file.
-        DataError: The source has no known layout, or a line or row is invalid; the error names the file and
-            the line.
+        ConfigError: The source or `candidates` lacks a column or has a column of an unsupported type, the source
+            contains candidates in addition to the file, or the format of `candidates` is unknown.
+        DataError: A file does not exist or cannot be read, the source has no known layout or no interactions, or a
+            line or row is invalid; the error names the file and, if known, the line.
     """
     if not source.exists():
         raise DataError("the file or folder does not exist", where=str(source), expected=EXPECTED)
@@ -104,7 +105,7 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
     or val/. The valid split is optional.
 
     Raises:
-        DataError: The folder contains splits of several data sets, or train without test. Train alone, as
+        DataError: The folder contains splits of several data sets, or train without test; but train alone, as
             Parquet, is not an error.
     """
     datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
@@ -177,7 +178,7 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
     """Read NAME.test.negative as user → distinct candidates, of which the first is the left-out item.
 
     Raises:
-        DataError: A line does not contain a user and candidates; the error names the line.
+        DataError: A line does not contain a user and candidates (the error names the line), or there are no lines.
     """
     candidates: dict[int, list[int]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -197,6 +198,11 @@ def read_negatives(path: Path) -> dict[int, list[int]]:
 
 def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> None:
     """Check that NAME.test.rating and NAME.test.negative leave out the same pairs.
+
+    Args:
+        rated: User → item in NAME.test.rating.
+        left_out: User → left-out item in NAME.test.negative.
+        path: Path of NAME.test.rating, for messages.
 
     Raises:
         DataError: The pairs differ; the error names a user.

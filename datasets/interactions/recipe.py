@@ -49,7 +49,7 @@ LENGTH, TOWERS = 50, {"query": ["user", "history"], "item": ["item"]}  # setting
 
 @dataclass(frozen=True)
 class Choices:
-    """Options of `raytrec prepare interactions` that determine which rows are written."""
+    """Options of `raytrec prepare interactions` that determine which rows are written (interactions/__init__.py)."""
 
     split: str | None = None
     negatives: int = 99
@@ -90,7 +90,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Files:
-    """Options of `raytrec prepare interactions` that name files."""
+    """Options of `raytrec prepare interactions` that name files; None: there is no such file."""
 
     source: Path
     candidates: Path | None = None
@@ -103,7 +103,13 @@ class Files:
 
 
 def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: bool) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare interactions`."""
+    """Write the dataset; the arguments are those of `raytrec prepare interactions`.
+
+    Raises:
+        ConfigError: Options contradict each other or the source, or the output folder cannot be replaced
+            (`Output.is_ready`).
+        DataError: A file is invalid, or there are too few interactions or candidates.
+    """
     files = files.resolved()
     chosen.check()
     named = {name: path and str(path) for name, path in vars(files).items()}
@@ -128,7 +134,8 @@ def write_rows(output: Output, data: Interactions, chosen: Choices, sides: Sides
         sides: Features of users and items, identified by the keys in `data`.
 
     Raises:
-        ConfigError: The interactions cannot be divided or removed as chosen.
+        ConfigError: The interactions cannot be divided or removed as chosen, or the keys of a feature cannot be
+            converted to the type of the keys in `data`.
         DataError: A user has too few interactions, new items or candidates, or no interactions remain.
     """
     data = _core(data, chosen.min_interactions)
@@ -175,7 +182,7 @@ def _write_keys(folder: Path, name: str, keys: pa.Array, columns: dict[str, pa.A
 
 
 def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema:
-    """Return the schema of the dataset, in which item and history share a table.
+    """Return the schema of a dataset with these numbers of users and items; item and history share a table.
 
     With one row per user (for next-item models), the schema contains only item, history and `negatives`;
     the negatives are drawn when rows are read.

@@ -47,7 +47,10 @@ class Targets:
 
 
 class Past:
-    """Items of all interactions in some splits, user after user, in chronological order."""
+    """Users, items and times of the m interactions selected by a mask, user after user, in chronological order.
+
+    The interactions of user u are at positions offsets[u] to offsets[u + 1] - 1. `time` is None without times.
+    """
 
     def __init__(self, data: Interactions, kept: np.ndarray):
         self.user, self.item = data.user[kept].astype(np.int64), data.item[kept]
@@ -82,6 +85,9 @@ class Rows:
             candidates.
         by_user: True to write one row for each user in valid and test, with the list of held-out items,
             `right_items`; cannot be combined with candidates or `rolling`.
+
+    Attributes:
+        counts: Number of occurrences of each item in train, int64 [items].
     """
 
     def __init__(
@@ -228,13 +234,13 @@ class Rows:
             raise DataError(
                 f"users of the test split without candidates: {len(without):,}, such as "
                 f"{self._data.users[int(without[0])].as_py()!r}",
-                where="--candidates",
+                where="--candidates, or the source's own candidates",
                 expected="candidates for every user that has a row in test",
             )
         return keys // self.items, keys % self.items
 
     def table(self, rows: Targets, split: int) -> pa.Table:
-        """Return rows as an Arrow table with the columns of the dataset."""
+        """Return rows of a split (TRAIN, VALID or TEST) as an Arrow table with the columns of the dataset."""
         past = self._past[split]
         columns: dict[str, object] = {
             "label": rows.label,
@@ -284,7 +290,7 @@ def _group_rows(rows: int) -> int:
 def slices(
     values: np.ndarray, starts: np.ndarray, lengths: np.ndarray, kind: pa.DataType | None = None
 ) -> pa.ListArray:
-    """Return the list values[start : start + length] of each row."""
+    """Return the list values[start : start + length] of each row, of Arrow type `kind` (None: that of `values`)."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     index = np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])
     inner = pa.array(values[index])

@@ -83,7 +83,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Sides:
-    """Side features of users and of items."""
+    """Side features of users and of items; a feature's keys are those of the source."""
 
     user: list[Side] = field(default_factory=list)
     item: list[Side] = field(default_factory=list)
@@ -103,7 +103,7 @@ def read_sides(path: Path, key: str) -> list[Side]:
 
     Raises:
         ConfigError: The column is missing, or a feature has an unsupported name or type.
-        DataError: The file cannot be read, a key is empty or occurs twice, or a number is not finite.
+        DataError: The file cannot be read, a key is empty or occurs twice, or a float is missing or not finite.
     """
     table = _table(path, key)
     keys = table[key].combine_chunks()
@@ -137,12 +137,13 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
     if pa.types.is_floating(values.type):
         if not pc.all(pc.is_finite(values), skip_nulls=False, min_count=0).as_py():
             raise DataError(
-                f"the side feature {name} has values that are not finite numbers",
-                where=str(path),
+                f"the side feature {name} has empty values, or values that are not finite",
+                where=f"{path}, column {name}",
+                expected="a finite number in each row",
                 do="replace these values with numbers",
             )
         return Side(name, keys, values.cast(pa.float32()))
-    inner = values.type.value_type if pa.types.is_nested(values.type) else values.type
+    inner = values.type.value_type if pa.types.is_list(values.type) else values.type
     if not (pa.types.is_integer(inner) or pa.types.is_string(inner) or pa.types.is_boolean(inner)):
         raise ConfigError(
             f"the side feature {name} has the unsupported type {values.type}",
@@ -153,7 +154,13 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
 
 
 def encode(name: str, keys: pa.Array, values: pa.Array) -> Side:
-    """Return a feature with values, or lists of values, encoded as ids."""
+    """Return a feature with values, or lists of values, encoded as ids.
+
+    Args:
+        name: Name of the feature.
+        keys: Distinct keys of users or items.
+        values: Value, or list of values, for each key, of a type that Arrow can sort; nulls get id 0.
+    """
     flat = values.flatten() if pa.types.is_list(values.type) else values
     vocabulary = pc.unique(flat.drop_null())
     vocabulary = vocabulary.take(pc.sort_indices(vocabulary))

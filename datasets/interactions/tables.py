@@ -32,29 +32,60 @@ def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split
 
     Raises:
         ConfigError: A column is missing or has an unsupported type.
-        DataError: A row is invalid.
+        DataError: A file cannot be read, a row is invalid, or files have different types.
     """
     of_all = True
     for path in files:
         for users, items, times in batches(path, columns):
+            _check_types(users, items, times, builder, path)
             builder.add(users, items, times, split)
         of_all &= path.suffix != ".txt" and not (path.suffix == ".parquet" and has_lists(path, columns))
     return {"of_all": of_all}
 
 
+def _check_types(
+    users: pa.Array, items: pa.Array, times: pa.Array | None, builder: InteractionBuilder, path: Path
+) -> None:
+    """Check that a file has the types of the files before; integers and floats as times can be mixed.
+
+    Raises:
+        DataError: A type differs, or only some files have times.
+    """
+    time = "none" if times is None else str(times.type)
+    types = str(users.type), str(items.type), "number" if time in ("int64", "double") else time
+    builder.types = builder.types or types
+    if types != builder.types:
+        raise DataError(
+            f"users, items and times have the types {', '.join(types)}, but {', '.join(builder.types)} in other files",
+            where=str(path),
+            expected="the same types in all files of the source, and times in all files or in none",
+            do="write the files again with the same types",
+        )
+
+
 def batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Return an iterator over the users, items and times in a file of any layout, a batch at a time."""
+    """Return an iterator over the users, items and times in a file of any layout, a batch at a time.
+
+    Users and items are int64 or string arrays without empty values; times are an array without nulls, or None.
+
+    Raises:
+        ConfigError: A column is missing or has an unsupported type; raised by the iterator, like all errors.
+        DataError: The file cannot be read, or a row or line is invalid.
+    """
     kinds = {".parquet": parquet_batches, ".txt": text_batches}
     return kinds.get(path.suffix, csv_batches)(path, columns)
 
 
 def has_lists(path: Path, columns: Columns) -> bool:
-    """Return True if the column of items in a Parquet file contains lists."""
+    """Return True if the column of items in a Parquet file contains lists. The file must be valid (`batches`)."""
     return pa.types.is_nested(pq.read_schema(path).field(columns.item).type)
 
 
 def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
-    """Yield the users, items and times in a Parquet file; a list of items is one interaction per item."""
+    """Yield the users, items and times in a Parquet file; a list of items is one interaction per item.
+
+    Errors are those of `batches`.
+    """
     try:
         file = pq.ParquetFile(path)
         required = [name for name in (columns.user, columns.item, columns.time) if name]
@@ -70,7 +101,7 @@ def parquet_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     """Yield the users, items and times in a CSV file. Fields in .tsv and .inter are separated by tabs.
 
-    Users and items are read as text; the type of times is inferred.
+    Users and items are read as text; the type of times is inferred. Errors are those of `batches`.
     """
     divider = "\t" if {".tsv", ".inter"} & {*path.suffixes} else ","
     parse = csv.ParseOptions(delimiter=divider, newlines_in_values=True)
@@ -96,7 +127,7 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 def text_batches(path: Path, columns: Columns) -> Iterator[Batch]:
     """Yield (users, items, None) for about 16 MiB of text at a time, with the user of each item; int64.
 
-    A line with only a user has no items.
+    A line with only a user has no items. `columns` is not used.
 
     Raises:
         DataError: A line is empty or contains something other than numbers; the error names the file and the
@@ -153,7 +184,7 @@ def check_columns(required_columns: list[str], available_columns: list[str], pat
                 f"there is no column '{name}'" + format_suggestion(name, available_columns),
                 where=str(path),
                 expected=f"one of {', '.join(available_columns)}",
-                do="name the columns with --user, --item and --time",
+                do="name the columns with --user, --item and --time, or rename the column in the file",
             )
 
 
@@ -163,7 +194,11 @@ def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
     if pa.types.is_list(item.type) or pa.types.is_large_list(item.type):
         lengths = pc.list_value_length(item).fill_null(0)
         if time is not None and lengths != _lengths(time, columns, where):
-            raise DataError(f"the lists of {columns.time} and {columns.item} have different lengths", where=where)
+            raise DataError(
+                f"the lists of {columns.time} and {columns.item} have different lengths",
+                where=where,
+                expected="a time for each item of a list",
+            )
         user = user.take(pa.array(np.repeat(np.arange(len(user)), lengths.to_numpy(zero_copy_only=False))))
         item, time = item.flatten(), None if time is None else time.flatten()
     keys = _keys(user, columns.user, where), _keys(item, columns.item, where)

@@ -59,10 +59,10 @@ def has_candidates(folder: Path) -> bool:
 
 
 def read_candidates(folder: Path) -> Candidates:
-    """Read the pairs and candidates from a folder with this layout.
+    """Read the pairs and candidates from a folder with this layout, in which `has_candidates` is True.
 
     Raises:
-        DataError: A file is missing, a line is invalid, or the files disagree.
+        DataError: A file is missing or cannot be read, a line is invalid, or the files disagree.
     """
     negative = sorted(folder.glob(f"*{NEGATIVE}"))[0]
     name = negative.name.removesuffix(NEGATIVE)
@@ -88,10 +88,18 @@ def read_candidates(folder: Path) -> Candidates:
 
 
 def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return the user and item of each pair, int64 [n, 2], and the movieID of each item."""
-    table = pq.read_table(path, columns=["userID", "movieID"])
-    users = table["userID"].to_numpy(zero_copy_only=False).astype(np.int64) - 1
-    movies = table["movieID"].to_numpy(zero_copy_only=False).astype(np.int64)
+    """Return the user and item of each pair, int64 [n, 2], and the movieID of each item.
+
+    Raises:
+        DataError: The file cannot be read, lacks a column, or contains a value that is not a whole number.
+    """
+    try:
+        table = pq.read_table(path, columns=["userID", "movieID"])
+        users = table["userID"].to_numpy(zero_copy_only=False).astype(np.int64) - 1
+        movies = table["movieID"].to_numpy(zero_copy_only=False).astype(np.int64)
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:
+        expected = "columns userID and movieID with whole numbers"
+        raise DataError(f"cannot read the file: {error}", where=str(path), expected=expected) from None
     items, known = pd.factorize(movies)  # in order of appearance
     return np.stack([users, items], axis=1), known
 
@@ -120,6 +128,9 @@ def write_candidates(output: Output, source: Path, negatives: int, seed: int, di
     - valid: one pair of each user with at least two pairs; the pair is removed from train and written with 99
       candidates that the user has never seen.
     - test: the given candidates.
+
+    Raises:
+        DataError: The source is invalid (`read_candidates`), or a user has seen all items, so that none can be drawn.
     """
     data, rng = read_candidates(source), np.random.default_rng(seed)
     order = rng.permutation(len(data.train))
@@ -162,15 +173,26 @@ def _with_negatives(
 
     Args:
         pairs: User and item of each pair, int64 [n, 2].
-        excluded: Sorted keys of pairs that must not be drawn.
-        count: Number of pairs to draw for each pair.
+        excluded: Sorted distinct keys of pairs that must not be drawn.
+        count: Number of pairs to draw for each pair; an item may be drawn several times.
         items: Number of items from which pairs are drawn.
         rng: Random number generator.
 
     Returns:
         Pairs, int64 [n · (1 + count), 2], and labels, bool [n · (1 + count)].
+
+    Raises:
+        DataError: All items of a user are excluded.
     """
     users = np.repeat(pairs[:, 0], count)
+    known, counts = np.unique(excluded >> 32, return_counts=True)
+    if len(full := np.intersect1d(users, known[counts >= items])):
+        raise DataError(
+            f"no item can be drawn for user {full[0]}, who has seen all {items:,} items",
+            where="--negatives, or the candidates of valid",
+            expected="at least one item that the user has not seen",
+            do="remove the user from the source",
+        )
     drawn = rng.integers(0, items, len(users))
     wrong = np.arange(len(users))
     while len(wrong := wrong[is_among(_key(users[wrong], drawn[wrong]), excluded)]):

@@ -38,6 +38,10 @@ def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
         output: Folder of the dataset.
         source: Folder with the original files.
         chosen: Options of the command.
+
+    Raises:
+        ConfigError: See `write_rows`.
+        DataError: The source is invalid, or has too few interactions or candidates (`write_rows`).
     """
     ratings = has_ratings(source)
     data, users, movies = _of_ratings(source) if ratings else _of_candidates(source, chosen.negatives > 0)
@@ -88,7 +92,7 @@ def _item_keys(layout: Candidates) -> np.ndarray:
 
 
 def _in_order(path: Path, layout: Candidates, pairs: np.ndarray) -> np.ndarray:
-    """Return the pairs of users and items in the order of sequences.parquet, int64 [n, 2].
+    """Return the given pairs of users and items, int64 [n, 2], in the order of sequences.parquet.
 
     Raises:
         DataError: The file cannot be read or contains other pairs.

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import shutil
 import urllib.error
 import urllib.request
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from rich.console import Console
 
 from raytrec.common.errors import DataError
 
+NUMBER = re.compile(r"[0-9]{1,18}")
 BASE = "https://files.grouplens.org/datasets/movielens/"
 MD5 = {  # as published by GroupLens
     "100k": "0e33842e24a9c977be4e0107933c0723",
@@ -62,6 +64,7 @@ def read(folder: Path) -> MovieLens:
     Raises:
         DataError: The folder has no known layout, or a file is missing or cannot be parsed; the error names
             the file.
+        OSError: A file cannot be opened.
     """
     for marker, others, reader in LAYOUTS:
         if (folder / marker).is_file():
@@ -81,18 +84,18 @@ def read(folder: Path) -> MovieLens:
 
 
 def _read_100k(folder: Path) -> MovieLens:
-    flags = _lines(folder / "u.item", "|", 24)
+    flags = _lines(folder / "u.item", "|", 24, [0, *range(5, 24)])
     genre_names = _genres(folder)
     matrix = flags.iloc[:, 5:].to_numpy().astype(int)
     items = pd.DataFrame(
         {
             "item": flags[0].astype(int),
             "title": flags[1],
-            "year": flags[2].str[-4:].where(flags[2].str.len() > 0, "0").astype(int),
+            "year": flags[2].str.extract(r"(\d{4})$")[0].fillna("0").astype(int),
             "genres": [[genre_names[i] for i in np.flatnonzero(row)] for row in matrix],
         }
     )
-    users = _lines(folder / "u.user", "|", 5)
+    users = _lines(folder / "u.user", "|", 5, [0, 1])
     users.columns = ["user", "age", "gender", "occupation", "zip"]
     users = users.astype({"user": int, "age": int})
     return MovieLens(_ratings(folder / "u.data", "\t"), items, users.assign(age=users.age // 5 * 5))
@@ -111,15 +114,23 @@ def _read_1m(folder: Path) -> MovieLens:
 
 
 def user_table(path: Path) -> pd.DataFrame:
-    """Read users.dat as a table with user, age, gender, occupation and zip."""
-    users = _lines(path, "::", 5)[[0, 2, 1, 3, 4]]
+    """Read users.dat as a table with user and age (int64), gender, occupation and zip (text).
+
+    Raises:
+        DataError: A line is invalid.
+    """
+    users = _lines(path, "::", 5, [0, 2])[[0, 2, 1, 3, 4]]
     users.columns = ["user", "age", "gender", "occupation", "zip"]
     return users.astype({"user": int, "age": int})
 
 
 def movie_table(path: Path) -> pd.DataFrame:
-    """Read movies.dat as a table with item, title, year (0: unknown) and genres."""
-    return _movies(*_lines(path, "::", 3).values.T)
+    """Read movies.dat as a table with item, title, year (0: unknown) and genres (list of names).
+
+    Raises:
+        DataError: A line is invalid.
+    """
+    return _movies(*_lines(path, "::", 3, [0]).values.T)
 
 
 def _read_csv(folder: Path) -> MovieLens:
@@ -151,13 +162,30 @@ def _movies(ids, titles, genres) -> pd.DataFrame:
     return pd.DataFrame({"item": np.asarray(ids, dtype=int), "title": titles, "year": years, "genres": lists})
 
 
-def _lines(path: Path, separator: str, fields: int) -> pd.DataFrame:
-    """Read the lines of a small latin-1 file as a table with text columns 0, 1, …."""
-    rows = [line.split(separator) for line in path.read_text("latin-1").split("\n") if line]
-    for number, row in enumerate(rows, 1):
+def _lines(path: Path, separator: str, fields: int, numbers: Sequence[int]) -> pd.DataFrame:
+    """Read the lines of a small latin-1 file as a table with text columns 0, 1, …; empty lines are ignored.
+
+    Args:
+        path: Path of the file.
+        separator: Text between two fields.
+        fields: Number of fields in each line.
+        numbers: Columns that must contain whole numbers.
+
+    Raises:
+        DataError: A line is invalid.
+    """
+    rows = []
+    for number, line in enumerate(path.read_text("latin-1").split("\n"), 1):
+        if not line:
+            continue
+        row = line.split(separator)
         if len(row) != fields:
             raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'")
-    return pd.DataFrame(rows)
+        if wrong := [place for place in numbers if not NUMBER.fullmatch(row[place])]:
+            field = row[wrong[0]][:60]
+            raise _broken(path, f"field {wrong[0] + 1} of line {number} is {field!r}", "a whole number")
+        rows.append(row)
+    return pd.DataFrame(rows, columns=range(fields))
 
 
 def _ratings(path: Path, separator: str) -> pd.DataFrame:
@@ -188,7 +216,7 @@ def _broken(path: Path, error: object, expected: str) -> DataError:
 
 
 def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> Path:
-    """Download and extract a set unless it exists, and return the folder with the set's files.
+    """Download and extract a set unless its folder exists, print its license, and return the folder.
 
     Args:
         name: Key of MD5, such as 1m.
@@ -199,6 +227,7 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
     Raises:
         DataError: The download fails, its checksum is wrong, or the zip lacks the folder of the set. A zip
             with a wrong checksum is removed.
+        OSError: The folder cannot be created or the zip cannot be extracted.
     """
     target = folder / f"ml-{name}"
     if target.is_dir():
@@ -225,7 +254,11 @@ def fetch(name: str, folder: Path, base: str = BASE, md5: str | None = None) -> 
         content.extractall(partial)  # zipfile drops absolute paths and '..'
     archive.unlink()
     if not (partial / target.name).is_dir():
-        raise DataError(f"the zip contains no folder {target.name}", where=url)
+        raise DataError(
+            f"the zip contains no folder {target.name}",
+            where=f"{url}, {partial}",
+            do="pass the extracted folder as --source",
+        )
     (partial / target.name).rename(target)
     shutil.rmtree(partial)
     return target
@@ -247,8 +280,8 @@ def _download(url: str, archive: Path) -> str:
         partial.unlink(missing_ok=True)
         raise DataError(
             f"cannot download: {getattr(error, 'reason', error)}",
-            where=url,
-            do="download it manually and pass its folder as --source",
+            where=f"{url}, {partial}",
+            do="check the network and the disk space, or download the set manually and pass its folder as --source",
         ) from None
     shutil.move(partial, archive)
     return digest.hexdigest()

@@ -38,7 +38,13 @@ def write(
     rows: str = "each",
     with_valid: bool = False,
 ) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare movielens`."""
+    """Write the dataset; the arguments are those of `raytrec prepare movielens`.
+
+    Raises:
+        ConfigError: There is neither a source nor a set to download, options contradict each other, or the output
+            folder cannot be replaced (`Output.is_ready`).
+        DataError: The download fails, or the source is invalid.
+    """
     if source is None and download is None:
         raise ConfigError("no data source was given", expected="--source DIR, or --download 100k, 1m, 20m, 25m or 32m")
     if download:
@@ -75,7 +81,7 @@ def write(
 
 
 def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.ndarray:
-    """Return 0 (train), 1 (valid) or 2 (test) for each rating, int8 [n].
+    """Return 0 (train), 1 (valid) or 2 (test) for each rating, int8 [n]. `rng` is only used by random.
 
     - random: 80/10/10 by a seeded permutation.
     - per-user: the last tenth of each user's ratings in time is test, and the tenth before is valid.
@@ -102,11 +108,18 @@ def split_of(ratings: pd.DataFrame, split: str, rng: np.random.Generator) -> np.
 class Ratings:
     """Ratings with vocabularies, splits and histories.
 
-    Ids are positions in sorted vocabularies, from 1; id 0 stands for unknown values. A history contains the user's last
-    `history` liked items in train with a timestamp strictly before the row's own. `rated` contains all rated
-    items instead, with their ratings (`rated_values`) and timestamps (`rated_times`). Neither the row's own
-    label nor any label in valid or test is ever an input. Exception: with the split by time, histories also contain
-    the earlier ratings of valid and test, because these ratings are known at the time of the row.
+    Ids are positions in sorted vocabularies, from 1; id 0 stands for unknown values. The hour (0 to 23) and the weekday
+    (0 to 6) are their own ids. A history contains the user's last `history` liked items in train with a timestamp
+    strictly before the row's own. `rated` contains all rated items instead, with their ratings (`rated_values`) and
+    timestamps (`rated_times`). Neither the row's own label nor any label in valid or test is ever an input. Exception:
+    with the split by time, histories also contain the earlier ratings of valid and test, because these ratings are
+    known at the time of the row.
+
+    Args:
+        data: Ratings of a set.
+        split: Method of `split_of`.
+        seed: Seed of the split and of the order of the rows.
+        history: Maximum number of ids in a history.
     """
 
     def __init__(self, data: MovieLens, split: str, seed: int, history: int):
@@ -152,7 +165,16 @@ class Ratings:
         return (self._user[kept] << TIME_BITS) + self._time[kept], kept
 
     def histories(self, rows: np.ndarray, index: tuple[np.ndarray, np.ndarray], *values: np.ndarray) -> list:
-        """Return values of the indexed ratings strictly before each rating, oldest first, one list array each."""
+        """Return lists of values of the user's last `history` ratings in an index, strictly before each rating.
+
+        Args:
+            rows: Indices of the ratings, int64 [n].
+            index: Ratings to list (`_sort_by_user_and_time`).
+            *values: Values of all ratings.
+
+        Returns:
+            A list array for each of `values`, oldest first.
+        """
         keys, ratings = index
         first = np.searchsorted(keys, self._user[rows] << TIME_BITS)
         end = np.searchsorted(keys, (self._user[rows] << TIME_BITS) + self._time[rows], side="left")
@@ -160,7 +182,7 @@ class Ratings:
         return [slices(value[ratings], start, end - start) for value in values]
 
     def table(self, rows: np.ndarray) -> pa.Table:
-        """Return ratings as rows of the dataset."""
+        """Return the ratings at the indices `rows`, int64 [n], as rows of the dataset."""
         user, item, when = self._user[rows], self._item[rows], self._time[rows]
         lengths, genres = self._bags
         starts = np.cumsum(lengths) - lengths
@@ -182,7 +204,10 @@ class Ratings:
         return pa.table(columns)
 
     def write(self, folder: Path, split: int, advance) -> int:
-        """Write a split in seeded random order, and return the number of rows."""
+        """Write a split (0, 1 or 2, as in `split_of`) in seeded random order, and return the number of rows.
+
+        `advance` is called with the number of rows of each chunk that has been written.
+        """
         rows = self._order[self._split[self._order] == split]
         group = 4_096 if len(self) < 1_000_000 else 16_384
         writer = SplitWriter(folder, self.table(rows[:0]).schema, group_rows=group)

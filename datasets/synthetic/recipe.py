@@ -32,7 +32,11 @@ SAMPLE_ROWS = 50_000
 def write(
     out: Path, rows: int, seed: int, dense: int, sparse: int, multi_hot: int, table_rows: int, dim: int, force: bool
 ) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare synthetic`."""
+    """Write the dataset; the arguments are those of `raytrec prepare synthetic`.
+
+    Raises:
+        ConfigError: The output folder cannot be replaced (`Output.is_ready`).
+    """
     options = {name: value for name, value in locals().items() if name not in ("out", "force")}
     output = Output(out, "synthetic", options, force)
     if not output.is_ready():
@@ -50,7 +54,7 @@ def write(
 
 
 def schema_of(shape: Shape, dim: int) -> Schema:
-    """Return the schema of a shape, with dense columns I1 … and sparse features C1 …."""
+    """Return the schema of a shape, with dense columns I1 …, and sparse features C1 … with tables of width `dim`."""
     pooling = {f: "mean" if shape.is_mean(f) else "sum" for f in range(len(shape.tables))}
     return Schema.parse(
         {
@@ -96,7 +100,10 @@ def _table(model: Planted, drawn: Rows, label: np.ndarray) -> pa.Table:
 
 
 def _auc(negative: np.ndarray, positive: np.ndarray) -> float:
-    """Return the area under the ROC curve, given counts by bin; a pair of rows in the same bin counts half."""
+    """Return the area under the ROC curve, given counts by bin; a pair of rows in the same bin counts half.
+
+    Without positive or without negative rows, the result is 0.5.
+    """
     below = np.cumsum(negative) - negative
     pairs = negative.sum() * positive.sum()
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else 0.5
@@ -147,7 +154,7 @@ class Rows:
 
 
 def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
-    """Draw the inputs of `rows` rows, and return them."""
+    """Return the randomly drawn inputs of `rows` rows; the state of `rng` advances."""
     dense = rng.standard_normal((rows, shape.dense), dtype=np.float32)
     dense[:, 1::2] = np.log1p(np.abs(dense[:, 1::2]) * 3)  # like Criteo's counts after their logarithm
     lengths, ranks = [], []
@@ -161,7 +168,11 @@ def draw(shape: Shape, rng: np.random.Generator, rows: int) -> Rows:
 
 
 class Planted:
-    """Model that generates the labels, planted for a shape and a seed."""
+    """Model that generates the labels, planted for a shape and a seed.
+
+    Attributes:
+        shape: Sizes of the data.
+    """
 
     def __init__(self, shape: Shape, seed: int):
         self.shape = shape

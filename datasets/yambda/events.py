@@ -62,7 +62,8 @@ def read_events(source: Path, size: str) -> Events:
     An item with several artists or albums has the last of them.
 
     Raises:
-        DataError: The folder does not have Yambda's layout.
+        DataError: The folder does not have Yambda's layout, or a file cannot be read, lacks a column or contains an
+            unknown type of event.
     """
     folder = next((path for name in ("flat", "sequential") if (path := source / name / size).is_dir()), None)
     mapping = {name: source / f"{name}_item_mapping.parquet" for name in ("artist", "album")}
@@ -91,19 +92,36 @@ def read_events(source: Path, size: str) -> Events:
     return Events(users=users, items=items, **typed)
 
 
+def _read_table(path: Path) -> pa.Table:
+    try:
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"cannot read the file: {error}", where=str(path), do="download it again") from None
+
+
 def _read(path: Path) -> pa.Table:
-    """Return the events of a file with the columns COLUMNS, kind and played."""
-    file = pq.ParquetFile(path)
-    table = file.read()
+    """Return the events of a file with the columns COLUMNS, kind and played.
+
+    Raises:
+        DataError: The file cannot be read, lacks a column, or contains an unknown type of event.
+    """
+    table = _read_table(path)
     table = table.rename_columns([RENAMED.get(name, name) for name in table.column_names])
+    if missing := [name for name in COLUMNS if name not in table.column_names]:
+        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(COLUMNS))
     lists = [name for name in table.column_names if pa.types.is_list(table[name].type)]
     if lists:
         users = table["uid"].combine_chunks().take(pc.list_parent_indices(table[lists[0]].combine_chunks()))
         table = pa.table({"uid": users} | {name: pc.list_flatten(table[name]) for name in lists})
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(COLUMNS))
     if "event_type" in table.column_names:
         kind = pc.index_in(table["event_type"].cast(pa.string()), pa.array(TYPES))
+        if kind.null_count:
+            place = pc.index(kind.is_null(), True).as_py()
+            raise DataError(
+                f"event_type contains {table['event_type'][place].as_py()!r}",
+                where=f"{path}, event {place:,}",
+                expected=", ".join(TYPES),
+            )
     else:
         kind = pa.array(np.full(len(table), TYPES.index(path.stem.removesuffix("s")), np.int32))
     zero = pa.array(np.zeros(len(table), np.uint16))
@@ -113,9 +131,15 @@ def _read(path: Path) -> pa.Table:
 
 
 def _read_mapping(path: Path, name: str, items: np.ndarray) -> np.ndarray:
-    """Return the consecutive number of each item's artist or album, from 1; 0 if unknown."""
-    table = pq.read_table(path)
-    keys, values = table["item_id"].to_numpy(), table[f"{name}_id"].to_numpy()
+    """Return the consecutive number of each item's artist or album, from 1; 0 if unknown.
+
+    Raises:
+        DataError: The file cannot be read or lacks a column.
+    """
+    table, columns = _read_table(path), ("item_id", f"{name}_id")
+    if missing := [column for column in columns if column not in table.column_names]:
+        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(columns))
+    keys, values = (table[column].to_numpy() for column in columns)
     at = np.minimum(np.searchsorted(items, keys), len(items) - 1)
     known = items[at] == keys
     result = np.zeros(len(items), np.int32)

@@ -70,7 +70,13 @@ def write(
     dim: int,
     force: bool,
 ) -> None:
-    """Write the dataset; the arguments are those of `raytrec prepare yambda`."""
+    """Write the dataset; the arguments are those of `raytrec prepare yambda`.
+
+    Raises:
+        ConfigError: Not exactly one of `source` and `synthetic` is given, a split has no rows, or the output folder
+            cannot be replaced (`Output.is_ready`).
+        DataError: The source is invalid (`read_events`).
+    """
     options = {name: value for name, value in locals().items() if name not in ("out", "force")}
     if (source is None) != bool(synthetic):
         raise ConfigError(
@@ -105,7 +111,11 @@ def write(
 
 
 def _write_days(folder: Path, rows: Requests, first_day: int, valid: bool) -> dict[str, int]:
-    """Write the rows of each day, and return the number of rows in each split."""
+    """Write the rows of each day, and return the number of rows in each split.
+
+    Raises:
+        ConfigError: A split has no rows.
+    """
     named = {rows.days - 1: "test"} | ({rows.days - 2: "valid"} if valid else {})
     counts = dict.fromkeys(["train", *named.values()], 0)
     with progress("days", rows.days) as advance:
@@ -131,7 +141,13 @@ def _write_days(folder: Path, rows: Requests, first_day: int, valid: bool) -> di
 
 
 def make_schema(table_rows: dict[str, int], candidates: int, dim: int) -> Schema:
-    """Return the schema of the dataset; sequences share the tables of items, artists and albums."""
+    """Return the schema of the dataset; sequences share the tables of items, artists and albums.
+
+    Args:
+        table_rows: Table → number of its rows (Requests.table_rows).
+        candidates: Maximum number of candidates of a request; above 1, some columns are lists.
+        dim: Dim of all tables.
+    """
     sparse: dict[str, dict] = {name: {"table": name} for name in table_rows}
     sides = {"side_features": ["history_action", "history_time"]}
     for name, table in zip(("history", "history_artist", "history_album"), IDS, strict=True):
@@ -176,7 +192,7 @@ class Requests:
         self.table_rows = dict(zip(("uid", *IDS), sizes, strict=True)) | crosses
 
     def of_day(self, day: int) -> Iterator[pa.Table]:
-        """Yield the rows of a day in tables with limited numbers of ids."""
+        """Yield the rows of a day, from 0, in tables with limited numbers of ids."""
         targets = self._targets[self._day_ends[day - 1] if day else 0 : self._day_ends[day]]
         firsts = self._cut_requests(targets)
         step = max(1, CHUNK_IDS // self.history)

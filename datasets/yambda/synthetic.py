@@ -81,7 +81,10 @@ def write_source(folder: Path, size: str, users: int, days: int, seed: int) -> f
 
 
 def compute_auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Return the area under the ROC curve of distinct scores."""
+    """Return the area under the ROC curve of distinct scores, float [n], for labels, bool [n].
+
+    Without positive or without negative labels, the result is 0.5.
+    """
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     positive = int(labels.sum())

@@ -79,7 +79,7 @@ class Target:
         return self._memory[begin - self.begin : end - self.begin]
 
     def take(self, block: torch.Tensor, begin: int) -> None:
-        """Copy the box's values from a block that starts at byte `begin` of the chunk."""
+        """Copy the box's values from a block: consecutive values of the chunk, [n], that start at byte `begin`."""
         first = begin // block.element_size()
         for values, box in iterate_overlaps(block, first, self._sizes, self._offsets, self.tensor):
             box.copy_(values)
@@ -96,7 +96,10 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def blocks(tensor: torch.Tensor, block_bytes: int) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor block by block; each block is valid until the next one is requested."""
+    """Yield the bytes of a tensor in blocks of `block_bytes`, a multiple of the dtype's size, and a smaller last block.
+
+    Each block is valid until the next one is requested. An empty tensor has no blocks.
+    """
     if is_host_contiguous(tensor):
         data = memory(tensor)
         for begin in range(0, len(data), block_bytes):

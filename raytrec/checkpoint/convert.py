@@ -52,7 +52,7 @@ class TableConversion:
 
 
 def to_managed(name: str, table: Table) -> TableConversion:
-    """Return the conversion to managed ids, in which ids 0 to rows - 1 keep their rows.
+    """Return the conversion to managed ids with default settings, in which ids 0 to rows - 1 keep their rows.
 
     A fallback row, which ids without their own row share, is added.
 
@@ -101,6 +101,13 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
 
     Without managed ids, the first rows are kept. With managed ids, all ids are kept if they fit, else the ids
     seen most often.
+
+    Args:
+        folder: Folder of the checkpoint.
+        index: Index of the checkpoint.
+        name: Name of the table.
+        table: Settings of the table in the checkpoint.
+        rows: New number of rows, at least 1.
 
     Raises:
         SchemaError: The table has hashed ids, already has this number of rows, or would have only fallback rows.
@@ -176,14 +183,15 @@ def rewrite_checkpoint(
     Args:
         folder: Folder of the checkpoint to read.
         index: Index of the checkpoint to read.
-        out: Folder of the new checkpoint; it must not contain a checkpoint.
+        out: Folder of the new checkpoint, which is created if missing; it must not contain a checkpoint.
         changes: Table → conversion of the table.
-        about: Entry "about" of the new index.
+        about: Entry "about" of the new index, as JSON values.
         seed: Seed for initial values.
 
     Raises:
-        CheckpointError: The checkpoint to read is damaged, a converted tensor has an unsupported dtype, or the new
-            checkpoint cannot be written.
+        CheckpointError: The checkpoint to read is damaged or cannot be read, a converted tensor has a dtype that
+            StoredTable does not support, or the new checkpoint cannot be written.
+        DataError: The path `out` is not valid, or its store cannot be reached.
     """
     attempt = uuid.uuid4().hex[:8]
     with ExitStack() as stack:
@@ -222,7 +230,7 @@ class _TensorWriter:
         self._sink, self._file, self._block_bytes = sink, file, block_bytes
 
     def write(self, dtype: str, shape: list[int], pieces: Iterator[torch.Tensor]) -> dict[str, Any]:
-        """Write a tensor given as consecutive pieces, and return its entry in the index.
+        """Write a tensor given as consecutive pieces, cast to `dtype`, and return its entry in the index.
 
         Pieces need not end at block boundaries.
         """

@@ -1,7 +1,7 @@
 """Find, pin and remove the checkpoints of a run without importing torch.
 
 Each step has a folder, which is a complete checkpoint if it contains an index. Functions that list, pin or remove
-checkpoints raise OSError if the storage fails.
+checkpoints raise OSError if the storage fails. All raise DataError for an invalid path or unreachable store.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raytrec.checkpoint.index import INDEX, CheckpointError, find_run_problem, make_foreign_error, read_index
-from raytrec.common.errors import RunError
+from raytrec.common.errors import RunError, convert_os_errors
 from raytrec.common.formatting import parse_number
 from raytrec.common.reading import MAX_YAML_BYTES, UnreadableError, parse_yaml, read_bytes
 from raytrec.common.storage import (
@@ -37,12 +37,12 @@ _ABOUT_CACHE: dict[str, tuple[tuple[int, int], dict]] = {}
 
 
 def get_step_folder(root: str, step: int) -> str:
-    """Return the folder of a step's checkpoint."""
+    """Return the path or URI of a step's checkpoint folder in the folder `root`."""
     return join_uri(root, f"{STEP_PREFIX}{step:010d}")
 
 
 def steps(root: str) -> list[int]:
-    """Return the steps with a checkpoint folder in the folder `root`, complete or not, newest first."""
+    """Return the steps with a checkpoint folder in `root`, complete or not, newest first; [] if `root` is missing."""
     from pyarrow import fs
 
     filesystem, path = open_filesystem(root)
@@ -80,6 +80,7 @@ def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
+@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run or checkpoint that you can read")
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     """Return (folder, index) of the newest complete checkpoint of a run, or of a given checkpoint.
 
@@ -87,9 +88,9 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         place: Run folder, folder of all checkpoints, or folder of one checkpoint.
 
     Raises:
-        RunError: The folder contains no checkpoint, or the run's configuration names a server and belongs to
-            another user.
+        RunError: The folder cannot be listed or contains no usable checkpoint, or as for `list_roots`.
         CheckpointError: The given checkpoint is incomplete or damaged, or no training run has written it.
+        ConfigError: As for `make_absolute`.
     """
     place = make_absolute(str(place))
     for root in list_roots(place):
@@ -99,20 +100,20 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     if _is_step(split_query(place)[0].rpartition("/")[2]) or query_file_info(join_uri(place, INDEX)).is_file:
         return place, _check_run_index(place, read_index(place))
     raise RunError(
-        "there is no complete checkpoint in this folder",
+        "there is no complete checkpoint in this folder with a valid index of a training run",
         where=place,
         expected=f"a run folder with a complete checkpoint in {FOLDER}/ or checkpoint.dir, or a checkpoint folder",
-        do="pass the folder that `raytrec train` printed (run.dir)",
+        do="pass the folder of a run (run.dir) that has saved a checkpoint, or the folder of one checkpoint",
     )
 
 
+@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run that you can read")
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """Return (folder, index) of a run's checkpoint of a step.
 
     Raises:
-        RunError: There is no checkpoint of the step, or the run's configuration names a server and belongs to
-            another user.
-        CheckpointError: The checkpoint is incomplete or damaged, or is not from a training run.
+        RunError: The folder cannot be listed or has no checkpoint of the step, or as for `list_roots`.
+        CheckpointError, ConfigError: As for `find`.
     """
     place = make_absolute(str(place))
     saved: set[int] = set()
@@ -199,29 +200,28 @@ def is_pinned(folder: str) -> bool:
 
 
 def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
-    """Return (folder, index) of the run's checkpoint with the best value of a metric.
+    """Return (folder, index) of the run's checkpoint with the best value of the metric `by`.
 
     Raises:
-        RunError: No checkpoint has the metric, or the run's configuration names a server and belongs to
-            another user.
-        CheckpointError: The checkpoint is damaged, or is not from a training run.
+        RunError: No checkpoint has a value of the metric, or as for `list_roots`.
+        CheckpointError, ConfigError: As for `find`.
     """
     for root in list_roots(make_absolute(str(place))):
         if best := _select_best(_read_all_abouts(root), 1, by):
             return find_step(place, best.pop())
     raise RunError(
-        f"no checkpoint of this run has been evaluated with {by.key}",
+        f"no checkpoint of this run contains a value of the metric {by.key}",
         where=make_absolute(str(place)),
-        expected="a run that was evaluated during training (train.eval_every_steps)",
+        expected="a checkpoint saved after an evaluation during training (train.eval_every_steps) with this metric",
         do="pass --checkpoint STEP, or omit --checkpoint to use the newest checkpoint",
     )
 
 
 def keep(root: str, last: int, best: int, by: MetricDisplay | None) -> None:
-    """Remove complete checkpoints except the `last` newest and the `best` best by the metric `by`.
+    """Remove complete checkpoints except the `last` newest and the `best` best by the metric `by` (None: no best).
 
-    If `by` is None, no checkpoint counts as best. Incomplete checkpoints older than the newest complete one are also
-    removed. Pinned checkpoints are kept, and checkpoints whose index cannot be read, which may be temporary.
+    Incomplete checkpoints older than the newest complete one are also removed. The newest complete checkpoint, pinned
+    checkpoints, and checkpoints whose index cannot be read, which may be temporary, are kept.
     """
     for step, is_complete in _find_removable(root, last, best, by).items():
         _remove(root, step, is_complete)

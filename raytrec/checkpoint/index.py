@@ -151,10 +151,12 @@ def write_index(folder: str, content: dict) -> None:
 
     Args:
         folder: Local path or URI of an existing folder.
-        content: Index without "format" and "sha256", of values that JSON preserves (no tuples).
+        content: Index without "format" and "sha256", of values that JSON preserves (no tuples, NaN or infinity).
 
     Raises:
-        CheckpointError: The index cannot be written; an existing index is unchanged.
+        CheckpointError: The index cannot be written, and an existing index is unchanged; or the index has been
+            written, but the folder cannot be synced to disk.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     index = {"format": FORMAT, **content}
     text = _to_canonical_json({**index, "sha256": _hash_index(index)})
@@ -191,8 +193,8 @@ def make_unreadable_error(what: str, where: str) -> CheckpointError:
         f"the checkpoint cannot be read: {what}",
         where=where,
         expected=storage_hint(where) + "the file as it was written",
-        do="load another checkpoint, or restore this file from a backup. If the run is still training and "
-        "has removed the checkpoint, repeat the command or increase checkpoint.keep_last",
+        do="make the file readable, restore it from a backup, or load another checkpoint. If the run is still training "
+        "and has removed the checkpoint, repeat the command or increase checkpoint.keep_last",
     )
 
 
@@ -201,7 +203,7 @@ def convert_write_errors(where: str) -> Iterator[None]:
     """Convert each OSError raised in the block to a CheckpointError that names `where`.
 
     Raises:
-        CheckpointError: The block has raised an OSError.
+        CheckpointError: The block has raised an OSError. It is an InsufficientSpaceError if the disk or quota is full.
     """
     try:
         yield
@@ -247,9 +249,8 @@ def _to_canonical_json(index: dict) -> bytes:
 
 def _hash_index(index: dict) -> str:
     """Return the SHA-256 of an index without its entry "sha256", in hexadecimal."""
-    return hashlib.sha256(
-        _to_canonical_json({key: value for key, value in index.items() if key != "sha256"})
-    ).hexdigest()
+    content = {key: value for key, value in index.items() if key != "sha256"}
+    return hashlib.sha256(_to_canonical_json(content)).hexdigest()
 
 
 def find_run_problem(about: dict[str, Any]) -> str | None:
@@ -265,10 +266,8 @@ def find_progress_problem(about: dict[str, Any]) -> str | None:
 
 
 def _find_tensors_problem(index: dict[str, Any]) -> str | None:
-    for name, tensor in index["tensors"].items():
-        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
-            return problem
-    return None
+    named, size = index["tensors"].items(), index["block_bytes"]
+    return next(filter(None, (_find_tensor_problem(name[:80], tensor, size) for name, tensor in named)), None)
 
 
 def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:

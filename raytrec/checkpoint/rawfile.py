@@ -39,6 +39,7 @@ def make_folder(folder: str) -> None:
 
     Raises:
         CheckpointError: The folder cannot be created.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     filesystem, place = open_filesystem(folder)
     if not is_local(filesystem):
@@ -54,12 +55,17 @@ def make_folder(folder: str) -> None:
 class RawFileWriter(AbstractContextManager):
     """Sequential writer of a new file. After an error in its block, a local file is removed; an object stays open.
 
+    Args:
+        folder: Existing local folder, or URI.
+        name: Name of the file in the folder.
+
     Attributes:
         size: Number of bytes written.
 
     Raises:
-        OSError: The file cannot be created or written.
         FileExistsError: The file exists, and may belong to a checkpoint.
+        OSError: The file cannot be created; methods raise it if the file cannot be written.
+        DataError: The path is not valid, or the store cannot be reached.
     """
 
     def __init__(self, folder: str, name: str):
@@ -101,7 +107,7 @@ class RawFileWriter(AbstractContextManager):
             self._sent = self.size
 
     def sync(self) -> None:
-        """Flush a local file to disk, so that it survives a power failure."""
+        """Flush a local file and its folder to disk, so that the file survives a power failure; ignore objects."""
         if self._local:
             os.fsync(self._file.fileno())
             sync_to_disk(self._path.parent)
@@ -110,11 +116,16 @@ class RawFileWriter(AbstractContextManager):
 class Source(AbstractContextManager):
     """Open file that several threads can read at any offset.
 
+    Args:
+        folder: Local path or URI of the folder.
+        name: Name of the file in the folder.
+
     Attributes:
         reads: Recommended number of concurrent reads.
 
     Raises:
-        OSError: The file cannot be opened or read.
+        OSError: The file cannot be opened; `read` raises it if the file cannot be read.
+        DataError: The path is not valid, or the store cannot be reached.
     """
 
     def __init__(self, folder: str, name: str):
@@ -240,6 +251,7 @@ def open_data_file(folder: str, name: str, where: str | None = None) -> Source:
 
     Raises:
         CheckpointError: The file cannot be opened.
+        DataError: As for Source.
     """
     try:
         return Source(folder, name)
@@ -252,11 +264,12 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
 
     Args:
         folder: Folder of the checkpoint.
-        sizes: Size of each file in bytes.
+        sizes: Name of each file → its size in bytes.
 
     Raises:
         CheckpointError: The folder cannot be read, or a file is missing or has a different size, e.g. because nodes
             do not share the folder.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     filesystem, path = open_filesystem(folder)
     with convert_write_errors(folder):

@@ -63,17 +63,20 @@ def restore(
     """Load the newest valid checkpoint into a model and its maps of managed ids.
 
     This is a collective operation: every rank must call it. Checkpoints that are incomplete or damaged, contain NaN or
-    infinity, or cannot be resumed are skipped.
+    infinity, do not match the model, or cannot be resumed are skipped.
 
     Args:
         root: Folder of all checkpoints.
-        state: State of the model, which is overwritten.
+        state: State of the model, which is overwritten; its content is undefined after an error.
         maps: Table → this rank's part of its map; None if no table has managed ids.
-        find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None.
+        find_obstacle: Function that returns why a run cannot resume from an index's `about`, or None; called on rank 0.
         on_load: Function called before each attempt to load a checkpoint.
 
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but none can be loaded with finite values.
+        DataError: The path is not valid, or a rank cannot reach the store.
+        OSError: Rank 0 cannot list the checkpoints; the other ranks then wait until their collective times out.
+        KeyError: As in `load_with_ids`.
     """
     checkpoints: list[Any] = [None]
     if dist.get_rank() == 0:
@@ -105,7 +108,7 @@ def restore(
             f"no checkpoint can be restored ({unreadable} tried): " + "; ".join(result.skip_reasons),
             where=root,
             expected="at least one checkpoint that is intact and contains only finite values",
-            do="restore one of them from a backup, or remove them to start over",
+            do="restore an intact checkpoint from a backup, or remove all checkpoints to start over",
         )
     return result
 
@@ -120,8 +123,9 @@ def gather_ids(maps: Mapping[str, RowMap]) -> tuple[State, dict[str, Any]]:
             model has not been trained on.
 
     Returns:
-        (tensors in host memory, which do not change when training continues; entry `ids` for the index's `about`).
-        Both are empty if `maps` is empty.
+        (tensors in host memory, which do not change when training continues; {"ids": table → entry} for the index's
+        `about`). An entry has the lengths of the tensors (rows, waiting, left) and FreeRows.handed. Both parts are
+        empty if `maps` is empty.
     """
     peers, tensors, about = Peers(), {}, {}
     for table, part in maps.items():
@@ -164,7 +168,7 @@ def load_with_ids(
         new_run: True if a new run starts from the checkpoint; all ids then count as last seen before its first step.
 
     Raises:
-        CheckpointError: As in `load`.
+        CheckpointError, DataError: As in `load`.
         KeyError: `about` does not describe the managed ids of a table.
     """
     sizes_of, ids = about.get("ids", {}), {}
@@ -209,6 +213,10 @@ def read_id_rows(folder: str, index: Mapping[str, Any], name: str, table: Table 
         index: Index of the checkpoint.
         name: Name of the table.
         table: Settings of the table; None if only ids with their own row are needed.
+
+    Raises:
+        CheckpointError, DataError: As in `load`.
+        KeyError: The index does not describe the managed ids of the table.
     """
     saved = read_stored_ids(folder, index, name, ("id", "row"))
     return IdRows(table, ids_to_keys(saved["id"]), saved["row"])
@@ -226,6 +234,10 @@ def read_stored_ids(
         index: Index of the checkpoint.
         table: Name of the table.
         kinds: Columns to read: "id", "row", "sightings" or "last".
+
+    Raises:
+        CheckpointError, DataError: As in `load`.
+        KeyError: The index does not describe the managed ids of the table.
     """
     count = index["about"]["ids"][table]["rows"]
     columns = {kind: torch.empty(count, dtype=torch.int64) for kind in kinds}

@@ -1,6 +1,7 @@
 """Read table rows from a checkpoint without torch or a process group, and resolve the warm starts of tables.
 
-Reading needs memory only for the requested rows, so tables may be larger than this machine's memory.
+Reading needs memory only for the requested rows and one block of each shard, so tables may be larger than this
+machine's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from raytrec.checkpoint.index import INDEX, CheckpointError
 from raytrec.checkpoint.rawfile import Source, StoredChunk, open_data_file, parse_chunks
-from raytrec.common.errors import RunError, SchemaError, format_suggestion
+from raytrec.common.errors import RunError, SchemaError, make_unknown_word_error
 from raytrec.common.formatting import format_count
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema, Table
@@ -44,21 +45,20 @@ class StoredTable:
 
     Raises:
         RunError: There is no such table or optimizer state.
-        CheckpointError: The table cannot be read, or its dtype is not supported.
+        CheckpointError: A file cannot be opened, or the dtype is not supported. Methods that read rows raise it if the
+            rows cannot be read or their checksum does not match.
+        DataError: As for `open_data_file`.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
-            names = list_table_names(index)
-            expected = ", ".join(names)
-            raise RunError(
-                f"there is no table '{name}'{format_suggestion(name, names)}", where=folder, expected=expected
-            )
+            what, names = f"there is no table '{name}'", list_table_names(index)
+            raise make_unknown_word_error(what, name, names, folder, kind=RunError)
         if entry["dtype"] not in NUMPY_DTYPES:
             what, expected = f"table {name} has the unsupported dtype {entry['dtype']}", ", ".join(NUMPY_DTYPES)
             raise CheckpointError(what, where=folder, expected=f"one of {expected}")
-        self._name = name
+        self._name, self._folder = name, folder
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
         chunks = parse_chunks(TENSOR_KEY.format(name, kind), entry)
         self._files = ExitStack()
@@ -73,7 +73,7 @@ class StoredTable:
         self._files.close()
 
     def read(self, first: int, end: int) -> np.ndarray:
-        """Return the rows [first, end): float32 [end - first, dim]."""
+        """Return the rows [first, end), which must exist: float32 [end - first, dim]."""
         band = np.empty((end - first, self.dim), np.float32)
         for chunk in self._chunks:
             chunk.into(band, first)
@@ -87,12 +87,16 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                raise RunError(f"table {self._name} has no row {row}", expected=f"rows 0 to {self.rows - 1}")
+                what, expected = f"table {self._name} has no row {row}", f"rows 0 to {self.rows - 1:,}"
+                raise RunError(what, where=self._folder, expected=expected)
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         return self.gather(unique)[positions]
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Return existing rows, given by index: int64 [n] → float32 [n, dim]. Consecutive rows are read together."""
+        """Return rows, given by index, which must exist: int64 [n] → float32 [n, dim].
+
+        Runs of consecutive, increasing indices are read at once.
+        """
         values = np.empty((len(rows), self.dim), np.float32)
         ends = np.flatnonzero(np.diff(rows) != 1) + 1
         for first, end in pairwise([0, *ends.tolist(), len(rows)]):
@@ -171,7 +175,12 @@ class TableWarmStart:
 
 
 def resolve_warm_starts(config: RunConfig, stored_schema: Schema, schema: Schema) -> dict[str, TableWarmStart]:
-    """Return the warm start of each table in the schema or the checkpoint, according to warm_start.tables.
+    """Return table → its warm start according to warm_start.tables, for each table in the schema or the checkpoint.
+
+    Args:
+        config: Configuration of the new run.
+        stored_schema: Schema of the checkpoint.
+        schema: Schema of the new run.
 
     Raises:
         SchemaError: A table differs or is missing on one side, and warm_start.tables has no policy that allows this.

@@ -106,14 +106,14 @@ class CheckpointWriter:
         return self._running is not None and not self._running.done()
 
     def save(self, step: int, tensors: State, about: dict[str, Any], copied: Mapping[str, Any] | None = None) -> None:
-        """Start a save, and return as soon as training may change the tensors.
+        """Start a save, and return as soon as training may change the tensors; without async_save, after the save.
 
-        Call `collect_outcome` before the next save.
+        Errors of the save are part of its outcome. Call `collect_outcome` before the next save.
 
         Args:
             step: Number of training steps completed in the run.
             tensors: Live tensors (LogicalState.tensors).
-            about: Further state as JSON values, equal on all ranks.
+            about: Entry "about" of the index as JSON values, equal on all ranks.
             copied: Further tensors, which no longer change.
         """
         assert self._running is None, "the outcome of the last save has not been read"
@@ -273,7 +273,13 @@ class CheckpointWriter:
 
 
 def measure_free_bytes(root: str) -> int | None:
-    """Return the bytes available to this user on the checkpoints' disk; None for object stores."""
+    """Return the bytes available to this user on the disk of the folder `root`, or of its first existing parent.
+
+    The result is None for object stores.
+
+    Raises:
+        OSError: The disk cannot be queried.
+    """
     filesystem, path = open_filesystem(root)
     if not is_local(filesystem):
         return None
@@ -282,7 +288,11 @@ def measure_free_bytes(root: str) -> int | None:
 
 
 def remove_other_attempts(folder: str, attempt: str) -> None:
-    """Remove the files of all attempts except `attempt` from the folder of a complete checkpoint."""
+    """Remove the files of all attempts except `attempt` from the folder of a complete checkpoint.
+
+    Raises:
+        OSError: The folder cannot be listed, or a file cannot be removed.
+    """
     filesystem, path = open_filesystem(folder)
     for info in filesystem.get_file_info(fs.FileSelector(path)):
         is_data_file = info.base_name.endswith(".bin") or ".partial-" in info.base_name
@@ -291,7 +301,7 @@ def remove_other_attempts(folder: str, attempt: str) -> None:
 
 
 def discard(folder: str, attempt: str) -> None:
-    """Remove the files of a failed attempt, and the folder if it is then empty; errors are ignored."""
+    """Remove the files of a failed attempt, and the folder if it is then empty; ignore any OSError."""
     filesystem, path = open_filesystem(folder)
     with suppress(OSError):
         files = filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))

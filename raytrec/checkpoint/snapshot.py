@@ -69,7 +69,7 @@ class RowSnapshot:
         }
 
     def holds(self, value: torch.Tensor | ShardedTensor) -> bool:
-        """Return True if the snapshot preserves a tensor of LogicalState.tensors(), so that it needs no copy."""
+        """Return True if the snapshot preserves a tensor of LogicalState.tensors(), so that a save needs no copy."""
         local = value.local_shards() if isinstance(value, ShardedTensor) else []
         return bool(local) and all(shard.tensor.data_ptr() in self._place for shard in local)
 

@@ -214,7 +214,8 @@ def find_nonfinite(
 def summarize_over_ranks(local_names: list[str], group: dist.ProcessGroup | None = None) -> str | None:
     """Return a description of the tensors named by any rank, with those ranks; None if no rank named a tensor.
 
-    This is a collective operation: every rank must call it.
+    At most MAX_SHOWN_TENSORS are named; the others are counted. This is a collective operation: every rank must call
+    it.
 
     Args:
         local_names: Result of `find_nonfinite` on this rank.

@@ -33,7 +33,7 @@ from raytrec.checkpoint.blocks import DTYPES, Target, blocks, to_metadata
 from raytrec.checkpoint.index import INDEX, CheckpointError, convert_write_errors, read_index, write_index
 from raytrec.checkpoint.rawfile import RawFileWriter, Source, StoredChunk, check_files, make_folder, open_data_file
 from raytrec.checkpoint.state import State
-from raytrec.common.errors import get_root_cause
+from raytrec.common.errors import RaytrecError, get_root_cause
 from raytrec.common.storage import join_uri
 
 BLOCK_BYTES = 4 << 20  # unit of checksums and of reading; a multiple of every dtype's size
@@ -95,23 +95,27 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
         self._block_bytes, self._read = BLOCK_BYTES, read
 
     def set_up_storage_writer(self, is_coordinator: bool, *args, **kwargs) -> None:
-        """Create the checkpoint's folder."""
+        """Create the checkpoint's folder; raise as `make_folder`."""
         make_folder(self._folder)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Reject values that are not tensors of a supported dtype, and omit empty shards of nonempty tensors.
+        """Return the plan without empty shards of nonempty tensors.
 
         An empty shard may start at the same offset as another rank's shard. torch's planner would take both for
         copies of the same shard, and write only one of them.
+
+        Raises:
+            CheckpointError: A value is not a tensor, or its dtype is not supported.
         """
         items = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                raise CheckpointError(f"only tensors can be saved, but {item.index.fqn!r} is not a tensor")
+                what = f"only tensors can be saved, but {item.index.fqn!r} is not a tensor"
+                raise CheckpointError(what, where=self._folder)
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
-                expected = f"one of the dtypes {', '.join(DTYPES)}"
-                raise CheckpointError(f"cannot save {item.index.fqn!r} with dtype {dtype}", expected=expected)
+                what, expected = f"cannot save {item.index.fqn!r} with dtype {dtype}", f"one of {', '.join(DTYPES)}"
+                raise CheckpointError(what, where=self._folder, expected=expected)
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size):
                 items.append(item)  # tensors without any values remain in the plan
         return dataclasses.replace(plan, items=items)
@@ -176,7 +180,8 @@ class ShardReader(_OneCheckpoint, StorageReader):
     """Reader of a checkpoint into the tensors of a state dict, for `torch.distributed.checkpoint.load`.
 
     Shards may differ from the saved shards. Values are cast if a tensor's dtype differs from the saved dtype.
-    Tensors are written in place while blocks are checked, so their content is undefined after an error.
+    Tensors are written in place while blocks are checked, so their content is undefined after an error. Errors of
+    files are raised as CheckpointErrors, on all ranks within torch's CheckpointException.
 
     Args:
         folder: Local path or URI.
@@ -185,7 +190,7 @@ class ShardReader(_OneCheckpoint, StorageReader):
 
     def __init__(self, folder: str, rows: Mapping[str, int] | None = None):
         self._folder, self._rows = folder.rstrip("/"), rows or {}
-        self._error: CheckpointError | None = None
+        self._error: RaytrecError | None = None
         self._chunks: dict[MetadataIndex, StoredChunk] = {}
         self._block_bytes = BLOCK_BYTES
 
@@ -199,7 +204,7 @@ class ShardReader(_OneCheckpoint, StorageReader):
             index = read_index(self._folder)
             self._block_bytes = index["block_bytes"]
             return to_metadata(index, self._rows)
-        except CheckpointError as error:
+        except RaytrecError as error:
             self._error = error
             return Metadata({}, storage_data={})
 
@@ -280,6 +285,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
 
     Raises:
         CheckpointError: Data is damaged or missing, or a tensor has another shape; raised on every rank.
+        DataError: The path is not valid, or a rank cannot reach the store; raised on every rank.
     """
     try:
         with warnings.catch_warnings():
@@ -287,7 +293,7 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
             dcp.load(tensors, storage_reader=ShardReader(folder, rows))
     except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
         cause = get_root_cause(error)
-        if isinstance(cause, CheckpointError):
+        if isinstance(cause, RaytrecError):
             raise cause from None
         # torch's message for a tensor that is missing or has another shape
         errors = [failure[0] for failure in getattr(error, "failures", {}).values()] or [error]

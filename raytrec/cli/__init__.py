@@ -131,8 +131,8 @@ def _explain_failed_import(error: ModuleNotFoundError | OSError) -> Exception:
         return RunError(
             f"FBGEMM cannot be loaded: {error.__cause__ or error}",
             where=str(error).rpartition(": ")[2],
-            expected="NVIDIA's driver, which the FBGEMM of the CUDA packages requires on Linux",
-            do="run the command on a machine with the driver, or install the CPU packages here (docs/install.md)",
+            expected="a loadable library; on Linux, that of the CUDA packages requires NVIDIA's driver",
+            do="install the CPU packages if this machine has no driver (docs/install.md), else run `raytrec doctor`",
         )
     package = (error.name or "").partition(".")[0]
     if package not in EXTRA_PACKAGES:

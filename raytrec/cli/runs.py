@@ -157,6 +157,8 @@ def plan(
 ):
     """Predict sharding, memory and step time on existing or planned machines; read the schema, but no data.
 
+    The exit code is 1 if the run does not fit on one of the clusters, or on no machine of the price list.
+
     Options:
         on (2x8xh100-sxm,4x48gib): Clusters, separated by commas, as [HOSTSx]MACHINE. MACHINE is a known machine, or
             GPUs (on CPU: workers) per host x memory of each[:memory of the host[:disk of the host]]; any: the
@@ -181,7 +183,7 @@ def plan(
         hosts, gpus, gib, *_ = plans.on[0].cluster
         typer.echo(f"assumed: {hosts} × {gpus} workers of {gib:g} GiB each; name other machines with --on", err=True)
     print_json(plans.metrics()) if json else print_plans(plans)
-    if not all(each.fits for each in plans.on) or (prices and not plans.chosen):
+    if not all(each.fits for each in plans.on) or ((prices or not plans.on) and not plans.chosen):
         raise typer.Exit(1)
 
 

@@ -115,7 +115,7 @@ def skew(
         log: Folder written by `raytrec serve --log-requests`.
         export (URI): Export that produced the logged responses.
         data: Parquet data on which the model was trained; default: only scores are compared.
-        rows: Approximate number of rows to read from the log, and from the data.
+        rows: Maximum number of rows to sample from the log, and from the data.
     """
     from raytrec.skew.compare import skew as compare
 

@@ -28,14 +28,18 @@ class JobApi(Jobs):
     """Client that starts and opens runs as Ray jobs, through the job API of a cluster's dashboard."""
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Submit a run, and return it. If the same run was submitted and interrupted before, resume it."""
+        """Submit a run, and return it. If the same run was submitted and interrupted before, resume it.
+
+        Raises:
+            ConfigError, RunError: As for `Jobs.submit`.
+        """
         return JobRun(self, self.submit(source, overrides, include))
 
     def run(self, job: str) -> Run:
         """Return the run that a job trains, given the job id.
 
         Raises:
-            RunError: There is no such job.
+            RunError: There is no such job, or as for all methods of Jobs.
         """
         ids = [each["name"] for each in self.runs()]
         if job not in ids:
@@ -71,12 +75,12 @@ class JobRun(Run):
 
         Raises:
             RaytrecError: The job ended without starting a run (if it failed, its error is raised), or has not
-                started a run within ten minutes.
+                started a run within ten minutes of this call; or the cluster does not respond.
         """
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"the job has not started a run within {JOB_START_TIMEOUT_S} s", where=self.job)
+                raise RunError(f"no run has started within {JOB_START_TIMEOUT_S} s", where=self.job, do="wait again")
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error unless the job succeeded
@@ -110,13 +114,13 @@ class JobRun(Run):
     def _command(self, name: str, places: dict[str, str], options: dict[str, Any]) -> dict[str, Any]:
         """Run a command such as evaluate as a separate job, wait for the end of the job, and return its metrics."""
         words = ["python", "-m", "raytrec", name, self.folder]
-        options = {key: value for key, value in options.items() if value is not None}
+        options = {key: value for key, value in options.items() if value is not None and value is not False}
         for override in to_override_texts(options.pop("overrides", None)):
             words += ["--set", override]
         if (columns := options.pop("columns", None)) is not None:
             options["columns"] = ",".join(columns)
         for key, value in (places | options).items():
-            words += [f"--{key.replace('_', '-')}", str(value)]
+            words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
         with code() as folder:
             job = self._jobs.start(shlex.join(words), {"working_dir": str(folder)}, name)
         return JobRun(self._jobs, job).wait()
@@ -146,7 +150,9 @@ class JobRun(Run):
 
 
 def follow(jobs: Jobs, job: str) -> int:
-    """Print the log of a job from its beginning until the job ends. After Ctrl-C, the job continues.
+    """Print the log of a job from its beginning until the job ends, and its outcome to stderr.
+
+    After Ctrl-C, the job continues. Errors are as for all methods of Jobs.
 
     Returns:
         Exit code of the job as in `Jobs.exit_code`; 130 after Ctrl-C.
@@ -170,7 +176,7 @@ def stop(jobs: Jobs, job: str) -> None:
     """Ask a job to save a checkpoint and end, wait until the job has ended, and print the last lines of its log.
 
     Raises:
-        RunError: The job has already ended.
+        RunError: The job has already ended, or as for all methods of Jobs.
     """
     if (status := jobs.status(job)) in STATES:
         raise RunError(f"the job has already ended: {status}", where=job)

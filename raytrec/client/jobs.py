@@ -33,6 +33,9 @@ T = TypeVar("T")
 class Jobs:
     """Client of the Job API of a Ray cluster, which submits, queries and stops jobs.
 
+    All methods raise a RunError if the cluster does not respond or refuses the token, or if Ray reports an error, such
+    as an unknown job.
+
     Args:
         address: http(s)://HOST:PORT of the dashboard; default: RAY_API_SERVER_ADDRESS, else DEFAULT_ADDRESS, the
             dashboard of this machine.
@@ -156,7 +159,10 @@ class Jobs:
         return self._call_api(lambda: self._client.stop_job(job))
 
     def read(self, job: str, log_offset: int) -> tuple[str, str]:
-        """Return a job's log from character `log_offset` on ("" while it has none) and the status before this query."""
+        """Return a job's log from character `log_offset` on, and the status before this query.
+
+        The text is "" if the log of a job that has not ended cannot be read, as before its start.
+        """
         status = self.status(job)
         try:
             return self._call_api(lambda: self._client.get_job_logs(job))[log_offset:], status

@@ -147,8 +147,8 @@ def _check_size(files: dict[Path, Path]) -> None:
     if (total := sum(sizes.values())) > MAX_UPLOAD_BYTES:
         largest = max(sizes, key=sizes.get)
         raise ConfigError(
-            f"the files to upload are too large: {total >> 20} MiB",
-            where=f"the largest file is {largest}, {sizes[largest] >> 20} MiB",
+            f"the files to upload are too large: {total / 2**20:,.1f} MiB",
+            where=f"the largest file is {largest}, {sizes[largest] / 2**20:,.1f} MiB",
             expected=f"at most {MAX_UPLOAD_BYTES >> 20} MiB of code and small files",
             do="store data on storage that all nodes of the cluster can read, and name its path in the config",
         )

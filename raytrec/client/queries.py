@@ -36,7 +36,10 @@ STATES = {"FINISHED": "finished", "STOPPED": "stopped", "FAILED": "failed"}
 
 
 def runs() -> list[dict[str, Any]]:
-    """Return {name, folder, state, unix_s} of each run in RAYTREC_ROOT/runs, the last started first."""
+    """Return {name, folder, state, unix_s} of each run in RAYTREC_ROOT/runs, the last started first.
+
+    unix_s is the start of the run's last driver in Unix time, or the modification time of config.yaml if unknown.
+    """
     entries = [
         {
             "name": folder.name,
@@ -92,7 +95,14 @@ def file(run: str, name: str) -> bytes:
 
 
 def pictures(run: str) -> dict[str, bytes]:
-    """Return name → PNG bytes of each picture of a run's report. If there is a report without pictures, draw them."""
+    """Return name → PNG bytes of each picture of a run's report; {} without a report.
+
+    If there is a report without PNG files, they are first drawn into the run folder.
+
+    Raises:
+        RunError: There is no such run, or one of its files or pictures cannot be read.
+        OSError: A picture cannot be written.
+    """
     folder = run_folder(run)
     if not any((folder / PICTURES).glob("*.png")) and (folder / "report.html").is_file():
         from raytrec.report.report import pictures as draw
@@ -120,13 +130,22 @@ def stop(run: str) -> None:
 
 
 def tables(run: str) -> dict[str, list[int]]:
-    """Return the shapes of the embedding tables in the newest checkpoint: name → [rows, dim]."""
+    """Return the shapes of the embedding tables in the newest checkpoint: name → [rows, dim].
+
+    Raises:
+        RunError: There is no such run or no checkpoint.
+    """
     _, index = find(run_folder(run))
     return {name: index["tensors"][f"tables/{name}/weight"]["shape"] for name in list_table_names(index)}
 
 
 def rows(run: str, table: str, numbers: list[int]) -> np.ndarray:
-    """Return rows of a table in the newest checkpoint: float32 [len(numbers), dim]."""
+    """Return rows of a table in the newest checkpoint: float32 [len(numbers), dim].
+
+    Raises:
+        RunError: There is no such run, checkpoint, table or row.
+        CheckpointError: The table is damaged or cannot be read.
+    """
     folder, index = find(run_folder(run))
     with StoredTable(folder, index, table) as stored:
         return stored.take(numbers)
@@ -211,7 +230,7 @@ class Driver:
 
         Args:
             name: Name of the config file, from which a new run gets its name.
-            text: Content of the config file in YAML.
+            text: Content of the config file in YAML, which is written to a new temporary folder.
         """
         from raytrec.driver.prepare import resolve_config
 

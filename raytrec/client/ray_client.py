@@ -6,8 +6,8 @@ The functions of queries.py run on the head node of the cluster.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import RLock
 from time import sleep
@@ -45,7 +45,7 @@ class RayClient:
         self._connections: dict[tuple[Path, ...], Connection] = {(): Connection(address, ())}
 
     def train(self, source: Source, overrides: list[str], include: tuple[Path, ...]) -> Run:
-        """Start a run, and return it without waiting. If the same run was started and interrupted before, resume it."""
+        """Start a run, or resume the same interrupted run, and return the run without waiting; see Cluster.train."""
         config = load_config(source, overrides)
         places = tuple(path.absolute() for path in (*find_user_modules(config), *include))
         if places not in self._connections:  # each connection has its own copy of the user's code
@@ -56,7 +56,7 @@ class RayClient:
         return ClientRun(connection, folder, driver)
 
     def run(self, run: str) -> Run:
-        """Return an existing run, given its name in RAYTREC_ROOT/runs or its folder."""
+        """Return an existing run, given its name in RAYTREC_ROOT/runs or its folder; see Cluster.run for errors."""
         return ClientRun(self._connections[()], run)
 
     def runs(self) -> list[dict[str, Any]]:
@@ -93,7 +93,7 @@ class ClientRun(Run):
         return self._folder
 
     def stop(self) -> None:
-        """Wait until the run has started, and ask the run to save a checkpoint and end."""
+        """Wait until the run has started, and ask the run to save a checkpoint and end; see Run.stop for errors."""
         while self._poll() == "starting":
             sleep(self.poll_s)
         self._ask(queries.stop)
@@ -149,6 +149,8 @@ class ClientRun(Run):
 class Connection:
     """Ray client connection that does not affect other Ray connections of this process.
 
+    All methods except `close` raise a RunError if the connection was lost.
+
     Args:
         address: ray://HOST:PORT of the cluster.
         places: Files and folders of the user that are uploaded to the cluster, in addition to raytrec's code.
@@ -168,14 +170,32 @@ class Connection:
         with code(places) as folder:
             self._context = _connect(address, folder)
         check_cluster_version(self._context.ray_version, where=address)
-        with self._lock, self._context:
+        with self._as_current():
             self._head, *_ = find_head_nodes()
+
+    @contextmanager
+    def _as_current(self) -> Iterator[Any]:
+        """Make this connection Ray's current one, and yield the module ray.
+
+        Raises:
+            RunError: The connection was lost.
+        """
+        import ray
+
+        try:
+            with self._lock, self._context:
+                yield ray
+        except ConnectionError as error:
+            raise RunError(
+                f"lost the connection to the cluster: {get_first_line(error)}",
+                where=self.address,
+                do="reconnect with Cluster(ADDRESS), and start the runs of this connection again: they have "
+                "ended, and resume from their last checkpoints",
+            ) from None
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the head node, and return its result; raise the errors of `result`."""
-        import ray
-
-        with self._lock, self._context:
+        with self._as_current() as ray:
             if function not in self._remote:
                 self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
@@ -186,21 +206,17 @@ class Connection:
 
     def start(self, remote: Any, *arguments: Any) -> Any:
         """Call a remote function or actor method, and return the object reference of its result without waiting."""
-        with self._lock, self._context:
+        with self._as_current():
             return remote.remote(*arguments)
 
     def actor(self, kind: type) -> Any:
         """Start an actor of class `kind` on the head node, and return its handle."""
-        import ray
-
-        with self._lock, self._context:
+        with self._as_current() as ray:
             return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         """Return True if the result of an object reference is available."""
-        import ray
-
-        with self._lock, self._context:
+        with self._as_current() as ray:
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
@@ -211,24 +227,16 @@ class Connection:
             timeout: Maximum time to wait, in seconds; None: no limit.
 
         Raises:
-            RunError: The cluster did not respond in time, the connection was lost, or Ray reports an error.
+            RunError: The cluster did not respond in time, or Ray reports an error.
             Exception: The remote call raised this error.
         """
-        import ray
         from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            with self._lock, self._context:
+            with self._as_current() as ray:
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
             raise RunError(f"the cluster did not respond within {timeout} s", where=self.address) from None
-        except ConnectionError as error:
-            raise RunError(
-                f"lost the connection to the cluster: {get_first_line(error)}",
-                where=self.address,
-                do="reconnect with Cluster(ADDRESS), and start the runs of this connection again: they have "
-                "ended, and resume from their last checkpoints",
-            ) from None
         except RayError as error:
             cause = get_root_cause(error)
             if cause is error or isinstance(cause, RayError):

@@ -59,6 +59,10 @@ class Cluster:
                 and relative paths to its RAYTREC_ROOT.
             overrides: `section.key=value` strings, or a mapping such as {"train.epochs": 3}.
             include: Additional files and folders that the run needs.
+
+        Raises:
+            ConfigError: The configuration is invalid, or a file cannot be uploaded.
+            RaytrecError: The cluster does not respond, or rejects the run.
         """
         return self._backend.train(source, to_override_texts(overrides), tuple(map(Path, include)))
 
@@ -66,7 +70,7 @@ class Cluster:
         """Return an existing run, given its name in RAYTREC_ROOT/runs or its folder; over http://, its job id.
 
         Raises:
-            RunError: There is no such run.
+            RunError: There is no such run, or the cluster does not respond.
         """
         return self._backend.run(str(run))
 
@@ -87,6 +91,9 @@ class Cluster:
 
 class Run:
     """Run on a cluster, returned by `Cluster.train` and `Cluster.run`.
+
+    Methods that query the cluster raise a RunError if the cluster does not respond. Methods that execute a command,
+    such as `evaluate`, also raise the command's errors. Methods marked "ray:// only" raise a RunError over http://.
 
     Attributes:
         state: starting, running, finished, stopped (by a user or the cluster), failed, or interrupted (the driver
@@ -117,7 +124,11 @@ class Run:
         return PurePosixPath(self.folder).name
 
     def stop(self) -> None:
-        """Ask the run to save a checkpoint and end. `Cluster.train` with the same config then resumes the run."""
+        """Ask the run to save a checkpoint and end. `Cluster.train` with the same config then resumes the run.
+
+        Raises:
+            RunError: The run has already ended, or the cluster does not respond.
+        """
         raise NotImplementedError
 
     def _read(self) -> None:
@@ -211,13 +222,13 @@ class Run:
             timeout: Maximum time to wait, in seconds; None: no limit.
 
         Raises:
-            RaytrecError: The run failed (its error is raised), was stopped, was interrupted, or is still running
-                after `timeout` seconds.
+            RaytrecError: The run failed (its error is raised), was stopped, was interrupted, or has not ended after
+                `timeout` seconds; or the cluster does not respond.
         """
         began = monotonic()
         for _ in self._updates():
             if timeout is not None and monotonic() - began > timeout and self.state not in ENDED:
-                what = f"the run is still running after {timeout} s"
+                what = f"the run has not ended after {timeout} s: its state is {self.state}"
                 raise RunError(what, where=self.job or self.name, do="wait again, or pass a larger timeout")
         return self._outcome()
 

@@ -9,7 +9,6 @@ in seconds the problems that Ray itself reports after minutes.
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import socket
@@ -43,16 +42,17 @@ UNWRITABLE_HOME = "/dev/null"  # a home folder in which files cannot be created
 def use_token(*, create: bool = False, is_local_only: bool = False) -> None:
     """Make this process and its child processes require and send Ray's token. Call this function before using Ray.
 
-    If RAY_AUTH_MODE is set to a mode other than token, no token is used. The driver of a job uses the mode of its
-    cluster.
+    The function sets environment variables, and removes other users' access to a token file of this user. If
+    RAY_AUTH_MODE is set to a mode other than token, no token is used. In the driver of a job, this also holds if
+    RAY_AUTH_MODE is not set, because Ray passes on the mode of the cluster.
 
     Args:
         create: True to create a token for a new cluster if there is none.
-        is_local_only: True if only this process and its children use the new cluster. A new token is then kept
-            in their environment if the file cannot be written or read.
+        is_local_only: True if only this process and its children use the new cluster. If the file cannot be written
+            or read, a new token is then kept in their environment. Ignored unless `create` is True.
 
     Raises:
-        RunError: The token is missing and must not be created, or cannot be stored or read.
+        RunError: The token is missing and must not be created, or its file cannot be created or read.
     """
     if os.path.expanduser("~") == "~":  # user without passwd entry; importing Ray Train requires a home
         os.environ["HOME"] = UNWRITABLE_HOME
@@ -73,14 +73,16 @@ def token_file() -> Path:
 
 
 def describe_token_source() -> str:
-    """Return a noun phrase for messages that names the place of the token, whether it exists or not."""
+    """Return a noun phrase that names the place in which Ray looks for the token; the token may be missing there."""
     if os.environ.get(TOKEN):
         return f"the environment variable {TOKEN}"
     return f"{token_file()} (or in the file that {TOKEN_PATH_VARIABLE} names)"
 
 
 def load_or_create_token(file: Path) -> str:
-    """Return the token in a file. A missing file is created with a new token, readable by its owner alone.
+    """Return the token in a file, without surrounding whitespace; "" if the file is empty.
+
+    If the file is missing, create its folder, and the file with a new token, readable by its owner alone.
 
     Raises:
         OSError: The file or its folder cannot be created, or the file cannot be read.
@@ -92,11 +94,11 @@ def load_or_create_token(file: Path) -> str:
 
 
 def _require_token_file(create: bool, local_only: bool) -> None:
-    file = token_file()
+    file = token_file().absolute()
+    if os.environ.get(TOKEN_PATH_VARIABLE):  # Ray's processes have other working directories, and do not expand `~`
+        os.environ[TOKEN_PATH_VARIABLE] = str(file)
     try:
         if create:
-            if not file.is_absolute():
-                raise FileNotFoundError(errno.ENOENT, "no home folder")
             load_or_create_token(file)
         is_readable = file.is_file() and os.access(file, os.R_OK)
     except OSError as error:
@@ -104,10 +106,10 @@ def _require_token_file(create: bool, local_only: bool) -> None:
             os.environ[TOKEN] = secrets.token_hex(32)
             return
         raise RunError(
-            f"cannot {'store' if create else 'read'} the token of the Ray cluster: {error.strerror}",
+            f"cannot {'create or ' * create}read the token of the Ray cluster: {error.strerror}",
             where=str(file),
-            expected=f"a file that this user can {'write and ' * create}read, or a token in the environment",
-            do=f"set {TOKEN_PATH_VARIABLE}=FILE to such a file, or set {TOKEN}",
+            expected=f"a file that this user can {'create or ' * create}read, or a token in the environment",
+            do=f"set {TOKEN_PATH_VARIABLE}=FILE to such a file, or set {TOKEN} to the token",
         ) from None
     if not is_readable:
         raise RunError(
@@ -125,13 +127,16 @@ def _require_token_file(create: bool, local_only: bool) -> None:
 def check_cluster(address: str, address_source: str) -> None:
     """Check that a cluster listens at its address and accepts this process's token, before Ray connects.
 
+    A malformed address passes, as does 'auto' if Ray finds no cluster; Ray reports these errors when it connects.
+
     Args:
         address: HOST:PORT of the head, ray://HOST:PORT of its Ray client server, or 'auto'.
         address_source: Source of the address for errors: KEY=ADDRESS, such as scaling.address=auto, or the address.
 
     Raises:
-        RunError: No Ray cluster responds at the address, or, without TLS, the cluster refuses the token, requires a
-            token that this process lacks, or (except with ray://) was started without a token that this process has.
+        RunError: No process listens at the address; or, without TLS (RAY_USE_TLS), no Ray cluster responds there, or
+            the cluster refuses the token, requires a token that this process lacks, or (except with ray://) was
+            started without a token that this process has.
     """
     _check_listening(address, address_source)
     _check_token(address, address_source)
@@ -150,7 +155,7 @@ def _check_listening(address: str, source: str) -> None:
     if not places:
         return None
     raise RunError(
-        f"cannot connect to a Ray cluster at {address.removeprefix(SCHEME)}: {why}",
+        f"cannot connect to a Ray cluster at {' or '.join(f'{host}:{port}' for host, port in places)}: {why}",
         where=source,
         expected="the address of a running cluster that this machine can reach",
         do=get_start_hint(source),
@@ -158,10 +163,15 @@ def _check_listening(address: str, source: str) -> None:
 
 
 def get_start_hint(source: str) -> str:
-    """Return the advice for an address without a cluster, given the source of the address as in `check_cluster`."""
+    """Return the advice, an imperative, for an address without a cluster.
+
+    Args:
+        source: Source of the address, as in `check_cluster`. If it names no key, the advice is for Ray client.
+    """
     option, equals, _ = source.partition("=")
     other = f"{'unset' if option == 'RAY_ADDRESS' else 'omit'} {option} to start a local Ray cluster"
-    return f"start a cluster with `raytrec head`, or {other if equals else 'forward the port of a running cluster'}"
+    other = other if equals else "forward the port of a running cluster"
+    return f"start the cluster (on this machine: `raytrec head`), or {other}"
 
 
 def _check_token(address: str, source: str) -> None:
@@ -186,6 +196,7 @@ def _check_token(address: str, source: str) -> None:
                 f"no Ray cluster responds at {target}",
                 where=source,
                 expected="HOST:PORT of a cluster's head node (default port: 6379), or ray://HOST:PORT",
+                do="correct the address, or set RAY_USE_TLS=1 and Ray's certificates if the cluster uses TLS",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
         # not called back.
@@ -211,7 +222,7 @@ def _call_cluster(channel: Any, method: str, token: tuple[tuple[str, str], ...])
 
 
 def _list_addresses(address: str) -> list[tuple[str, int]]:
-    """Return the (host, port) pairs to try: those of the address, and of the address with which Ray replaces it."""
+    """Return the (host, port) of the address and of Ray's replacement for it; invalid and missing ones are omitted."""
     addresses = []
     for target in (address.removeprefix(SCHEME), _find_address(address)):
         host, _, port = (target or "").partition("/")[0].rpartition(":")
@@ -221,7 +232,7 @@ def _list_addresses(address: str) -> list[tuple[str, int]]:
 
 
 def _find_address(address: str) -> str | None:
-    """Return HOST:PORT for an address such as auto, or None if Ray finds no cluster."""
+    """Return HOST:PORT for an address such as auto, or None if it is invalid or Ray finds no cluster."""
     if address.startswith(SCHEME):
         return address.removeprefix(SCHEME)
     try:

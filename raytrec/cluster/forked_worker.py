@@ -5,7 +5,7 @@ This process asks the warm process to fork a worker, and exits when the worker e
     python forked_worker.py default_worker.py ... --serialized-runtime-env-context=JSON --language=PYTHON
 
 Ray runs this file as a script, which imports as few modules as possible. The script runs Ray's own script if there is
-no warm process, if the warm process does not respond or refuses, and for workers with another interpreter or command.
+no warm process, if the warm process has ended or refuses, and for workers with another interpreter or command.
 """
 
 import json

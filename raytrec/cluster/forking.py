@@ -33,7 +33,11 @@ from threading import Thread
 
 
 def main() -> None:
-    """Import the modules that the driver names, then serve fork requests until the driver ends."""
+    """Import the modules that the driver names, then serve fork requests until the driver ends.
+
+    Raises:
+        EOFError: The driver ended before it sent the second message.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -175,10 +179,10 @@ def _can_fork_for(env: dict[str, str], overrides: dict[str, str]) -> bool:
 
 
 def _receive(connection: socket.socket) -> tuple[dict, list[int]]:
-    """Receive a message with up to three file descriptors, and return both.
+    """Receive a message with up to three file descriptors, and return the parsed JSON and the descriptors.
 
     Raises:
-        EOFError: The other end of the connection is closed.
+        EOFError: The other end of the connection was closed before the end of the message.
     """
     head, fds, _, _ = socket.recv_fds(connection, 4, 3)
     if not head:

@@ -40,6 +40,8 @@ class RayLost(RunError):
 class RayMonitor:
     """Monitor that connects to the raylet and the GCS of this driver to check that they are running.
 
+    A driver that uses Ray client connects to neither of them, so its checks always pass.
+
     Args:
         patience_s: Seconds after which a raylet or GCS counts as lost if its machine does not respond at all.
         is_own_ray: True for a local Ray cluster of this process, whose raylet and GCS do not restart.
@@ -65,7 +67,8 @@ class RayMonitor:
     def confirm(self) -> None:
         """Check whether the end of the raylet or the GCS has caused an error that Ray has raised.
 
-        If one of them cannot be reached, wait until it responds or counts as lost, about ten seconds at most.
+        If one of them cannot be reached, check again until both respond, one counts as lost, or about ten seconds
+        have passed. Return normally if none counts as lost.
 
         Raises:
             RayLost: The raylet or the GCS has ended or does not respond.
@@ -95,7 +98,7 @@ class RayMonitor:
 
 
 def _places() -> dict[str, tuple[str, int]]:
-    """Return {RAYLET: (host, port), GCS: (host, port)}; {} with Ray client, which connects to neither of them."""
+    """Return {RAYLET: (host, port), GCS: (host, port)}; {} with Ray client."""
     import ray
     from ray.util.client import ray as client
 
@@ -114,7 +117,7 @@ def wait_for(ref: Any, lifeline: RayMonitor, on_poll: Callable[[], None] = lambd
     Args:
         ref: Object reference of the result.
         lifeline: Monitor of this driver's raylet and GCS.
-        on_poll: Function called every half second; exceptions that it raises are not caught.
+        on_poll: Function called about every POLL_INTERVAL_S while waiting; its exceptions are not caught.
 
     Raises:
         RayLost: The raylet or the GCS has ended or does not respond.

@@ -27,8 +27,7 @@ from raytrec.compat.ray_start import CURRENT_CLUSTER_FILE, INFREQUENT_REPORTS_EN
 FOLDER_PREFIX, OWNER = "raytrec-", "owner"
 RAY_TMPDIR_VARIABLE = "RAY_TMPDIR"
 FOLDER_ADVICE = f"set {RAY_TMPDIR_VARIABLE} to a folder on a local disk that you can write to"
-# Maximum length of a Unix socket address (sys/un.h).
-MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103
+MAX_SOCKET_PATH_BYTES = 107 if sys.platform == "linux" else 103  # maximum length of a Unix socket address (sys/un.h)
 MIN_ABANDONED_AGE_S = 3600.0  # a younger folder without an owner file may be in creation
 # Maximum length of the text kept from the logs: bytes per file, and characters in total.
 MAX_TAIL_BYTES, MAX_LOG_CHARACTERS = 8_000, 200_000
@@ -40,8 +39,7 @@ LINGER_S = 2.0  # time for Ray's processes to exit by themselves before they are
 def create_private_folder() -> Iterator[Path]:
     """Create a folder for a local Ray cluster that only this user can access; remove it after the block.
 
-    The folder is in RAY_TMPDIR, TMPDIR or /tmp, as Ray's own folder would be. Folders left by killed processes are
-    removed first.
+    Folders left by killed processes are removed first. Errors are those of `make_folder`.
     """
     folder, owner = make_folder()
     try:
@@ -52,7 +50,7 @@ def create_private_folder() -> Iterator[Path]:
 
 
 def make_folder() -> tuple[Path, int]:
-    """Create a private folder, and return it with a file descriptor; `sweep` keeps it while the descriptor is open.
+    """Create a private folder after a `sweep`; return (folder, file descriptor). `sweep` keeps it while this is open.
 
     Raises:
         RunError: The folder cannot be created, or the path in RAY_TMPDIR is too long.
@@ -62,16 +60,17 @@ def make_folder() -> tuple[Path, int]:
         sweep(base)
         folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))  # mode 0700
         owner = os.open(folder / f".{OWNER}", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-    if lock_file(owner):  # on a file system without locks, `sweep` does not remove the folder
-        with suppress(OSError):
-            (folder / f".{OWNER}").rename(folder / OWNER)
+    lock_file(owner)  # on a file system without locks, `sweep` does not remove the folder
+    with suppress(OSError):
+        (folder / f".{OWNER}").rename(folder / OWNER)
     return folder, owner
 
 
 def find_base_folder() -> Path:
     """Return the folder in which private folders are created, and create it if necessary.
 
-    This folder is RAY_TMPDIR, else TMPDIR if its path is short enough for Unix sockets in the folder, else /tmp.
+    The folder is RAY_TMPDIR, else TMPDIR if it is short enough for Unix sockets, else /tmp. If the variable names an
+    enclosing cluster's private folder, the parent is used.
 
     Raises:
         RunError: The path in RAY_TMPDIR is too long, or the folder cannot be created.
@@ -96,14 +95,14 @@ def find_base_folder() -> Path:
 
 
 def sweep(base: Path) -> None:
-    """Remove this user's private folders in `base` whose owner processes have exited."""
+    """Remove this user's private folders in `base` whose owner processes have exited; ignore errors."""
     for folder in base.glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
             _sweep_folder(folder)
 
 
 def list_local_heads() -> list[str]:
-    """Return HOST:PORT of each of this user's `raytrec head` clusters on this machine that accepts connections."""
+    """Return HOST:PORT of each `raytrec head` of this user in `find_base_folder()` that accepts connections."""
     addresses = []
     for note in find_base_folder().glob(f"{FOLDER_PREFIX}*/{CURRENT_CLUSTER_FILE}"):
         with suppress(OSError, ValueError):
@@ -175,7 +174,7 @@ def isolate_sessions(folder: Path, environment: dict[str, str], on_raylet: Calla
 
 
 def read_stderr_tails(logs: Path) -> str:
-    """Return the ends of the *.err files in Ray's log folder, which contain crashes and stack traces, as one text."""
+    """Return the ends of nonempty *.err files (crashes, stack traces) in Ray's log folder as one text, newest last."""
     parts = []
     for file in sorted(logs.glob("*.err"), key=lambda file: file.stat().st_mtime):
         with suppress(OSError), open(file, "rb") as stream:
@@ -225,7 +224,7 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
         cpus: Number of logical CPUs; default: all CPUs of the machine.
 
     Raises:
-        RunError: A port cannot be used or is given twice, or the token or Ray's folder cannot be created.
+        RunError: A port cannot be used or is given twice, the token cannot be created or read, or as for `make_folder`.
     """
     check_ports({"--port": port, "--dashboard-port": dashboard_port, "--client-port": client_port})
     use_token(create=True)
@@ -261,8 +260,8 @@ def check_ports(ports: dict[str, int]) -> None:
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
                 expected="a free port from 1024 to 65535 on this machine",
-                do="choose another port"
-                + ", or stop the process that uses it, e.g. `raytrec head`" * (1024 <= port < 65536),
+                do=f"choose another port with {option}"
+                + f", or stop the process that uses port {port}, e.g. `raytrec head`" * (1024 <= port < 65536),
             )
 
 

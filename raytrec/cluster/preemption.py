@@ -6,8 +6,9 @@ Runs then save a checkpoint and leave the node (docs/fault_tolerance.md).
     python -m raytrec.cluster.preemption gcp    on a spot machine of GCP, whose notice comes 30 s in advance
     python -m raytrec.cluster.preemption now    before Kubernetes stops a pod: do not wait for a notice
 
-The program ends when no CPUs or GPUs of the node are in use, or when its time is over. Ray itself does not watch for
-notices, so deploy/ and cluster.yaml start this program on every node that can be preempted.
+The program ends when no CPUs or GPUs of the node are in use, when the node has left the cluster, or when its time is
+over. Ray itself does not watch for notices, so deploy/ and cluster.yaml start this program on every node that can be
+preempted.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NOTICE_S = {"aws": 120, "gcp": 30}  # seconds from the notice to the termination
 
 
 def has_aws_notice(base: str = "http://169.254.169.254") -> bool:
-    """Return True if EC2 has announced the preemption of this spot machine."""
+    """Return True if EC2's metadata server at the URL `base` announces the preemption of this spot machine."""
     ttl = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
     token = _query_metadata(f"{base}/latest/api/token", ttl, method="PUT")
     header = {"X-aws-ec2-metadata-token": token or ""}
@@ -37,7 +38,7 @@ def has_aws_notice(base: str = "http://169.254.169.254") -> bool:
 
 
 def has_gcp_notice(base: str = "http://metadata.google.internal") -> bool:
-    """Return True if GCP has announced the preemption of this machine."""
+    """Return True if GCP's metadata server at the URL `base` announces the preemption of this machine."""
     return _query_metadata(f"{base}/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"}) == "TRUE"
 
 
@@ -52,13 +53,15 @@ def _query_metadata(url: str, headers: dict[str, str], method: str = "GET") -> s
 
 
 def wait_for(notice: Callable[[], bool]) -> None:
-    """Call `notice` every two seconds until it returns True."""
+    """Wait until `notice` returns True; call it again POLL_INTERVAL_S after each call that returned False."""
     while not notice():
         time.sleep(POLL_INTERVAL_S)
 
 
 def announce_preemption(seconds: float, node: str | None = None, address: str = "auto") -> str:
     """Drain a node: Ray places no new work on the node, and runs on the node save a checkpoint and leave.
+
+    This process connects to the cluster, and stays connected.
 
     Args:
         seconds: Seconds until the machine is terminated.

@@ -64,7 +64,8 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
     and stays connected; the cluster at `address`; the cluster in RAY_ADDRESS, which Ray sets for the driver of a job;
     or else a new local cluster. A local cluster listens on loopback only, and has no dashboard. It exports metrics for
     Prometheus only with RAY_enable_metrics_collection=1. Its files are in a private folder, which is removed when the
-    cluster stops at the end of the block.
+    cluster stops at the end of the block. If the main thread connects or starts a cluster, SIGTERM from then on exits
+    this process with code 143, also after the block.
 
     Args:
         address: Address of a running cluster: 'auto', HOST:PORT or ray://HOST:PORT.
@@ -72,9 +73,10 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
         any_versions: True to skip the check of installed package versions.
 
     Raises:
-        RunError: A package has an unsupported version; the token is missing or cannot be stored; a local cluster does
-            not start; or the running cluster cannot be reached, is one of several (auto), refuses the token, was
-            started without a token, or runs another version of Ray or Python.
+        RunError: A package has an unsupported version; the token is missing, or its file cannot be created or read;
+            the folder of a local cluster cannot be created; a local cluster does not start; or the running cluster
+            cannot be reached, is one of several (auto), refuses the token, was started without the token that this
+            process has, or runs another version of Ray or Python.
     """
     if not any_versions:
         require_versions()
@@ -93,10 +95,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
 
 @contextmanager
 def _join_cluster(address: str, source: str) -> Iterator[None]:
-    """Connect to a running cluster for the duration of the block.
-
-    `source` names the source of the address in errors.
-    """
+    """Connect to a running cluster for the block; `source` is as in `check_cluster`, and errors as in `ray_session`."""
     if address == "auto" and not os.environ.get("RAY_ADDRESS") and (addresses := list_local_heads()):
         address = _require_single_address(addresses, source)
     if _is_on_loopback(address):
@@ -174,7 +173,11 @@ def is_stuck() -> bool:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit this process with a code; skip cleanup if a pending ray.shutdown() would delay the exit by a minute."""
+    """Exit this process with a code, without cleanup if a pending ray.shutdown() would delay the exit by a minute.
+
+    Raises:
+        SystemExit: No ray.shutdown() is pending.
+    """
     if _state.stuck:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -202,7 +205,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _require_single_address(addresses: list[str], source: str) -> str:
-    """Return the only address in a list, or raise a RunError if there are several.
+    """Return the only address in a nonempty list; raise a RunError if there are several.
 
     Ray itself would choose any of the clusters, even the local cluster of another run.
     """
@@ -211,7 +214,7 @@ def _require_single_address(addresses: list[str], source: str) -> str:
             f"there are {len(addresses)} clusters on this machine: {', '.join(sorted(addresses))}",
             where=source,
             expected="the address of one cluster",
-            do="set scaling.address to one of these addresses",
+            do="use one of these addresses instead of auto",
         )
     return addresses[0]
 
@@ -256,7 +259,10 @@ def _is_on_loopback(address: str) -> bool:
 
 
 def pin_to_node(node: str) -> dict[str, Any]:
-    """Return Ray options of a task or actor that reserves no CPU and runs only on the node with this id."""
+    """Return the keyword arguments of .options() for a task or actor that reserves no CPU and runs only on this node.
+
+    `node` is Ray's id of the node.
+    """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
@@ -295,7 +301,7 @@ def get_interface_variables(interface: str) -> dict[str, str]:
 
 
 def find_interface(address: str) -> str | None:
-    """Return the name of the network interface with an IP address, or None if this machine has no such interface."""
+    """Return the name of this machine's network interface with the IP address `address`, or None if none has it."""
     import psutil
 
     interfaces = psutil.net_if_addrs().items()
@@ -303,11 +309,11 @@ def find_interface(address: str) -> str | None:
 
 
 def is_set_in_nccl_files(name: str) -> bool:
-    """Return True if an NCCL configuration file on this machine sets a variable."""
+    """Return True if one of NCCL's configuration files for this user sets the variable `name`."""
     # For a user without a home folder, `~` is not expanded, and no file exists.
     user_file = os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf")
     for file in (Path(user_file), Path("/etc/nccl.conf")):
         with suppress(OSError):
-            if any(line.startswith(f"{name}=") for line in file.read_text().splitlines()):
+            if any(line.startswith(f"{name}=") for line in file.read_text(errors="replace").splitlines()):
                 return True
     return False

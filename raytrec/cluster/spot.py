@@ -45,7 +45,7 @@ class SpotFirst(NodeProvider):
             Machine id → description of each launched machine, as returned by Ray's provider.
 
         Raises:
-            Exception: The cloud refused the last request.
+            Exception: The cloud refused the last request. Machines launched by the first request keep running.
         """
         on_demand = self.on_demand(node_config)
         if on_demand is None:
@@ -83,7 +83,10 @@ class GcpSpotFirst(SpotFirst, GcpProvider):
     """Spot-first provider for GCP, which requests machines one by one."""
 
     def create_node(self, node_config: dict[str, Any], tags: dict[str, str], count: int) -> dict[str, Any]:
-        """Launch machines one by one, because Ray's provider loses launched machines if one of several fails."""
+        """Launch machines one by one, because Ray's provider loses launched machines if one of several fails.
+
+        Arguments, result and errors are those of `SpotFirst.create_node`. An error ends the launches.
+        """
         created = {}
         for _ in range(count):
             created |= super().create_node(node_config, tags, 1)

@@ -110,6 +110,8 @@ WARM = "warm"
 def warm_up(purpose: str = TRAINING) -> None:
     """Start a warm process unless this process already has one, without waiting for the imports.
 
+    The warm process is terminated by `stop_warm_process`, at the latest at the exit of this process.
+
     Args:
         purpose: TRAINING or SERVING, which determines the imported modules.
     """
@@ -128,9 +130,11 @@ def stop_warm_process() -> None:
 def keep_warm_process(alone: bool, purpose: str = TRAINING) -> Iterator[None]:
     """Keep a warm process during the block, in which a local cluster forks workers; do nothing if Ray is connected.
 
+    At the end of the block, the warm process is terminated, even if it was started before the block.
+
     Args:
         alone: True if the block starts a local cluster. False if the block joins a cluster, whose raylets start
-            workers without a warm process.
+            workers without a warm process; none is then started.
         purpose: TRAINING or SERVING, which determines the imported modules.
     """
     import ray

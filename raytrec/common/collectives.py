@@ -37,6 +37,7 @@ class Peers:
     Attributes:
         rank: Rank of this process in the group.
         world: Number of ranks in the group.
+        device: Device of the exchanged tensors; None for a single rank if the argument is None.
     """
 
     def __init__(self, device: torch.device | None = None, alone: bool = False, group: dist.ProcessGroup | None = None):
@@ -86,7 +87,8 @@ class Peers:
         """Return each column with the rows of all ranks, concatenated in rank order.
 
         Args:
-            columns: At least one tensor [N, ...]. N may differ between ranks, but not between columns.
+            columns: At least one tensor [N, ...]. N may differ between ranks, but not between columns. The number, the
+                dtypes and the other dimensions of the columns must be the same on all ranks.
         """
         if self.world == 1:
             return list(columns)
@@ -98,7 +100,7 @@ class Peers:
 
         Args:
             values: This rank's rows, [N, ...].
-            sizes: Number of rows on each rank.
+            sizes: Number of rows on each rank, the same on all ranks.
         """
         if self.world == 1 or not sum(sizes):
             return values
@@ -111,7 +113,7 @@ class Peers:
 
         Args:
             values: This rank's values [n, ...], grouped by table.
-            sizes_WT: Number of values of each table on each rank, as one list per rank.
+            sizes_WT: Number of values of each table on each rank, as one list per rank; the same on all ranks.
         """
         of_ranks = [sum(of_rank) for of_rank in sizes_WT]
         of_tables = [sum(of_table) for of_table in zip(*sizes_WT, strict=True)]
@@ -172,7 +174,10 @@ class Peers:
         return incoming.to(values.device)
 
     def objects(self, value: Any) -> list[Any]:
-        """Return a list of all ranks' values in rank order; the values are pickled, and should be small."""
+        """Return a list of all ranks' values in rank order; the values are pickled, and should be small.
+
+        With one rank, the list contains the value itself.
+        """
         if self.world == 1:
             return [value]
         gathered: list[Any] = [None] * self.world

@@ -33,7 +33,7 @@ _adapter_of: Any = cache(TypeAdapter)
 
 
 def to_json_document(value: Any) -> bytes:
-    """Serialize a dataclass or pydantic model to indented JSON (UTF-8); NaN and infinity become null."""
+    """Serialize a dataclass or pydantic model to indented JSON (UTF-8) and a line feed; NaN and inf become null."""
     return _adapter_of(type(value)).dump_json(value, indent=2, by_alias=True) + b"\n"
 
 
@@ -84,7 +84,8 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         do: Advice to the user if the document is missing; default: no advice.
 
     Raises:
-        RunError: The document does not exist, cannot be read, or does not match the type.
+        RunError: The document does not exist, cannot be read, is larger than MAX_YAML_BYTES, or does not match the
+            type.
         DataError: The path is not valid, or the store cannot be reached.
     """
     uri = join_uri(folder, name)
@@ -134,7 +135,7 @@ def from_line(file: str, values: Mapping[str, Any]) -> Message:
 def _resolve_message_class(file: str, values: Mapping[str, Any]) -> tuple[type[Message], Mapping[str, Any]]:
     """Return a line's message class, and the line's values without the key that names the class.
 
-    The values are unchanged if the class is Event or depends only on the file.
+    The values are unchanged if the class is Event, as for unknown names, or depends only on the file.
 
     Raises:
         KeyError: The key that names the class is missing.

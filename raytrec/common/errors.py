@@ -103,7 +103,7 @@ class RunError(RaytrecError):
 
 
 def shorten_repr(value: object) -> str:
-    """Return the repr of a value, with long strings and containers shortened by reprlib."""
+    """Return the repr of a value, in which reprlib shortens long strings, integers and containers."""
     return _REPR.repr(value)
 
 

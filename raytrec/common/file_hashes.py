@@ -2,9 +2,9 @@
 
     python -I -S file_hashes.py FOLDER < JSON list of names
 
-The script prints a JSON mapping of these names, which are relative to FOLDER, to checksums (hex). It runs at
-the lowest CPU priority, leaves the page cache as it was, and ends with its parent. It imports only the standard
-library, so it starts quickly.
+The script prints a JSON mapping of these names, which are relative to FOLDER, to checksums (hex). If a file cannot be
+read, it prints a traceback and exits with status 1. It runs at the lowest CPU priority, leaves the page cache as it
+was, and ends with its parent. It imports only the standard library, so it starts quickly.
 """
 
 import ctypes
@@ -62,7 +62,11 @@ def _find_resident_pages(file: int) -> bytes:
 
 
 def compute_code_hash() -> str:
-    """Return the first 16 hex digits of the SHA-256 of the paths and contents of raytrec's Python files."""
+    """Return the first 16 hex digits of the SHA-256 of the paths and contents of raytrec's Python files.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
     folder, digest = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())

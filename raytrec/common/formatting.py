@@ -88,7 +88,7 @@ def format_count(number: int, what: str) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration, given in seconds, as "12 s", "3 min 5 s" or "2 h 7 min"."""
+    """Format a duration, a finite number of seconds, as "12 s", "3 min 5 s" or "2 h 7 min"."""
     seconds = round(seconds)
     if seconds < 60:
         return f"{seconds} s"
@@ -107,7 +107,7 @@ def shorten_name(name: object, max_characters: int = 20) -> str:
 
 
 def format_rank_ranges(ranks: list) -> str:
-    """Format ranks as sorted ranges: [0, 1, 2, 5] → "0–2, 5"; values that are not integers are omitted."""
+    """Format ranks as sorted ranges: [0, 1, 2, 5] → "0–2, 5"; duplicates and values that are not ints are omitted."""
     whole = sorted({rank for rank in ranks if isinstance(rank, int)})
     parts: list[list[int]] = []
     for rank in whole:

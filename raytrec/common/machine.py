@@ -34,7 +34,11 @@ def list_usable_gpus() -> list[str]:
 
 
 def get_gpu_handle(name: str) -> Any:
-    """Return NVML's handle for the GPU with this number or UUID; NVML must be initialized."""
+    """Return NVML's handle for the GPU with this number or UUID; NVML must be initialized.
+
+    Raises:
+        pynvml.NVMLError: There is no such GPU, or it cannot be accessed.
+    """
     import pynvml
 
     by_number, by_uuid = pynvml.nvmlDeviceGetHandleByIndex, pynvml.nvmlDeviceGetHandleByUUID
@@ -42,7 +46,12 @@ def get_gpu_handle(name: str) -> Any:
 
 
 def get_cuda_handle(device: str) -> Any:
-    """Return NVML's handle for a torch device, where cuda:0 is the first visible GPU; NVML must be initialized."""
+    """Return NVML's handle for a torch device, where cuda:0 is the first visible GPU; NVML must be initialized.
+
+    Raises:
+        IndexError: CUDA_VISIBLE_DEVICES has fewer entries.
+        pynvml.NVMLError: As for `get_gpu_handle`.
+    """
     index, visible = int(device.partition(":")[2] or 0), list_visible_gpus()
     return get_gpu_handle(visible[index] if visible else str(index))
 
@@ -245,19 +254,16 @@ def check_gpu(host: str) -> None:
     """
     import torch
 
-    built = torch.version.cuda
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"torch {torch.__version__} cannot use the GPU of {host}"
-            + ("" if built else ": this build of torch is for CPUs"),
-            where=host,
-            expected=f"NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
-            if built
-            else "the packages of requirements/cuda.txt on all machines with GPUs",
-            do="run nvidia-smi on this host, and install or update the driver"
-            if built
-            else REINSTALL_ADVICE.format(device="cuda"),
-        )
+        what, do = f"torch {torch.__version__} cannot use the GPU of {host}", REINSTALL_ADVICE.format(device="cuda")
+        if built := torch.version.cuda:
+            expected = f"a visible GPU, and NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
+            do = "run nvidia-smi on this host; install or update the driver if it fails or shows an older version, "
+            do += "otherwise check CUDA_VISIBLE_DEVICES and the access of containers to GPUs"
+        else:
+            what += ": this build of torch is for CPUs"
+            expected = "the packages of requirements/cuda.txt on all machines with GPUs"
+        raise ConfigError(what, where=host, expected=expected, do=do)
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
         if error := check_fbgemm_support(kind, host):

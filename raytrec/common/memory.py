@@ -38,6 +38,8 @@ _LIBC = ctypes.CDLL(None)
 def retain_freed_memory() -> bool:
     """Make glibc keep freed memory in this process, which helps if arrays of a few MiB are constantly allocated.
 
+    Later calls have no effect, and return the first result.
+
     By default, glibc can return such arrays to the system as soon as they are freed. A new array then causes a page
     fault for each of its pages, which costs more than filling the page.
 
@@ -146,8 +148,8 @@ def map_files(parts: Sequence[tuple[Path, int, int]]) -> ctypes.Array[ctypes.c_u
     The files are unmapped when the result is no longer referenced.
 
     Args:
-        parts: (file, offset, size) of each range, in bytes. All offsets, and all sizes except the last, must be
-            multiples of the page size.
+        parts: (file, offset, size) of each range, in bytes; at least one. All offsets, and all sizes except the last,
+            must be multiples of the page size. Sizes must be above 0.
 
     Raises:
         OSError: A file cannot be opened or mapped, or the addresses cannot be reserved.

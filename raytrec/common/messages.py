@@ -110,7 +110,7 @@ class Warn(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class RunEvent(Message):
-    """Message that is appended to events.jsonl with its time."""
+    """Message that is appended to events.jsonl with its time `unix_s`, which the driver sets if it is None."""
 
     FILE, TAG = EVENTS, "event"
     unix_s: UnixTime | None = None
@@ -118,7 +118,7 @@ class RunEvent(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Start(RunEvent):
-    """Start of training by a group of workers.
+    """Start of training by a group of `workers` ranks.
 
     Attributes:
         total: Number of training steps in the whole run, of which `step` are already complete.
@@ -180,7 +180,7 @@ class Event(RunEvent):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured(Message):
-    """Metrics at a step, written as a line in metrics.jsonl.
+    """Metrics at a step, written as a line in metrics.jsonl with their time; the driver sets `unix_s` if it is None.
 
     Attributes:
         figures: Values by name at `step`. An undefined value is None in the file; in a new message, it can be NaN.

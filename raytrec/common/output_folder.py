@@ -49,7 +49,10 @@ class OutputFolder:
         return join_uri(self.uri, name)
 
     def list_names(self) -> set[str]:
-        """Return the paths, relative to the folder, of all files in the folder and its subfolders."""
+        """Return the paths, relative to the folder, of all files, also incomplete ones, in it and its subfolders.
+
+        The result is empty if the folder does not exist.
+        """
         infos = self._filesystem.get_file_info(fs.FileSelector(self._path, recursive=True, allow_not_found=True))
         files = (info.path for info in infos if info.type == fs.FileType.File)
         return {path.removeprefix(self._path).lstrip("/") for path in files}
@@ -136,7 +139,14 @@ class ClaimedFolder(OutputFolder):
             os.makedirs(self._path, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            self._lock(descriptor)
+            try:
+                lock_file(descriptor)
+            except BlockingIOError:
+                raise RunError(
+                    "another process is writing to this folder",
+                    where=f"--out {self.uri}",
+                    do="wait until that process has ended, or choose another --out",
+                ) from None
             try:
                 yield
             finally:
@@ -145,16 +155,6 @@ class ClaimedFolder(OutputFolder):
                         os.rmdir(self._path)
         finally:
             os.close(descriptor)
-
-    def _lock(self, descriptor: int) -> None:
-        try:
-            lock_file(descriptor)
-        except BlockingIOError:
-            raise RunError(
-                "another process is writing to this folder",
-                where=f"--out {self.uri}",
-                do="wait until that process has ended, or choose another --out",
-            ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
         """Read the claim: the JSON document in which an earlier command stored what the folder contains.
@@ -169,6 +169,7 @@ class ClaimedFolder(OutputFolder):
 
         Raises:
             ConfigError: The folder contains other files but no claim, or the claim is not valid.
+            OSError: The folder or the claim cannot be read.
         """
         names = self.list_names()
         if name not in names:
@@ -181,6 +182,11 @@ class ClaimedFolder(OutputFolder):
             raise self.make_refusal(f"cannot read {name}: {error}") from None
 
     def make_refusal(self, what: str, do: str = OTHER_FOLDER_ADVICE) -> ConfigError:
-        """Return the error for a folder to which the command must not write; `what` states the reason."""
+        """Return the error for a folder to which the command must not write.
+
+        Args:
+            what: Reason, as a clause.
+            do: Advice to the user.
+        """
         expected = f"a new folder, or the folder of an earlier run of the same `{self._command}`"
         return ConfigError(what, where=f"--out {self.uri}", expected=expected, do=do)

@@ -31,7 +31,7 @@ def lock_file(file: IO | int, wait: bool = False) -> bool:
         True if the lock was acquired; False if the file system does not support locks.
 
     Raises:
-        BlockingIOError: Another process holds the lock, and `wait` is False.
+        BlockingIOError: Another process, or another open file of this process, holds the lock, and `wait` is False.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -50,7 +50,7 @@ def create_file(path: Path, data: bytes | str, mode: int = 0o600) -> None:
 
     Raises:
         FileExistsError: The file exists.
-        OSError: The file cannot be written.
+        OSError: The file cannot be written; an incomplete file may remain.
     """
     content = data.encode() if isinstance(data, str) else data
     with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -67,8 +67,8 @@ def remove_leftovers(folder: str | Path, pattern: str, keep: str | None = None) 
 
     Args:
         folder: Folder to search.
-        pattern: Pattern of names, in which {owner} stands for `get_owner_name()` of any process on this host, and *
-            for any text. Files of other hosts stay, because their processes are not visible here.
+        pattern: Pattern of names, which must contain {owner} once. {owner} stands for `get_owner_name()` of any process
+            on this host, and * for any text. Files of other hosts stay, because their processes are not visible here.
         keep: Name of a file; folders that contain a file with this name are not removed. None: all are removed.
     """
     parts = {"{owner}": rf"{re.escape(socket.gethostname())}-(\d+)", "*": ".*"}
@@ -100,7 +100,10 @@ def _remove(path: Path) -> None:
 
 
 def handle_hangup_as_sigterm() -> None:
-    """Handle SIGHUP (the end of a terminal or SSH session) like SIGTERM, unless SIGHUP is ignored (nohup)."""
+    """Handle SIGHUP (the end of a terminal or SSH session) like SIGTERM, unless SIGHUP is ignored (nohup).
+
+    This function must be called in the main thread.
+    """
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 

@@ -87,9 +87,9 @@ def parse_yaml(text: str | bytes) -> Any:
     """Parse a YAML text with PyYAML's safe types; return None for an empty text.
 
     Raises:
-        UnreadableError: The text is larger than `MAX_YAML_BYTES`, is not UTF-8 or valid YAML, contains an invalid
-            date, number or tag, repeats a key, has an anchor that contains itself, expands to more than
-            `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
+        UnreadableError: The text is longer than `MAX_YAML_BYTES` (characters, if it is a str), is not UTF-8 or valid
+            YAML, contains an invalid date, number or tag, repeats a key, has an anchor that contains itself, expands to
+            more than `MAX_VALUES` values, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
     if len(text) > MAX_YAML_BYTES:
         raise UnreadableError(f"the text is larger than {MAX_YAML_BYTES >> 20} MiB")
@@ -209,7 +209,8 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
     """Call a function that reads a file, and retry after each of RETRY_DELAYS_S if it raises an OSError.
 
     Reading is not retried if the file is missing or a folder, or if access is denied. For a local file, an
-    OSError without errno (pyarrow's error for malformed content) is not retried either.
+    OSError without errno (pyarrow's error for malformed content) is not retried either. Errors of other classes are
+    passed on.
 
     Args:
         uri: Path or URI of the file.
@@ -231,9 +232,9 @@ def retry_read(uri: str, read: Callable[[], T]) -> T:
 
 
 def storage_hint(uri: str) -> str:
-    """Return the start of the `expected` of an error after `retry_read`; "" for a local path.
+    """Return the start of the `expected` of an error raised through `retry_read`; "" for a local path.
 
     The text asks for reachable storage, because pyarrow raises the same error for a store that does not respond and
     for malformed content.
     """
-    return f"reachable storage (after {len(RETRY_DELAYS_S) + 1} failed attempts), and " if "://" in uri else ""
+    return f"reachable storage (up to {len(RETRY_DELAYS_S) + 1} attempts are made), and " if "://" in uri else ""

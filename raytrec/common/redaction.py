@@ -50,7 +50,7 @@ SECRET_NAME = re.compile(rf"{PASSWORD}|secret|token(?!i[sz])|credential|signatur
 PASSWORD_NAME = re.compile(PASSWORD, re.IGNORECASE)
 SECRET_WORDS = frozenset(["pass", "pw", "sig", "sas", "jwt", "auth", "oauth", "authorization", "cookie", "bearer"])
 SECRET_KEYS = frozenset(["session"])  # further secret keys of mappings; in text, session=3 may be a partition
-MAX_TOKEN_COUNT = 99_999  # largest value of a key `token` that is treated as a count, not as a token
+MAX_TOKEN_COUNT = 99_999  # largest number of a key `token` or `secret` that is treated as a count
 PLACE_WORDS = frozenset(["path", "file", "dir", "mode"])  # last words of names that denote a secret's location
 WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
 CONTAINER_SCHEMES = ("abfs", "abfss", "wasb", "wasbs")  # schemes whose URIs begin with CONTAINER@ACCOUNT
@@ -99,7 +99,7 @@ def hide_all(value: Any) -> Any:
 
     The keys directly in `tables`, `sparse`, `relations` and `custom` are chosen by the user, and denote no secret.
     A number is replaced only if its key denotes a password or an access key, or if the number exceeds MAX_TOKEN_COUNT
-    and its key denotes a token.
+    and its key ends with `token` or `secret`.
 
     Example:
         >>> hide_all({"uri": "http://me:pass@host", "tags": {"api_key": "abc", "team": "ads"}})
@@ -115,7 +115,7 @@ def anonymize(text: str, names: Mapping[str, str]) -> str:
 
     Args:
         text: Text to anonymize.
-        names: Name of a host or user → its replacement.
+        names: Name of a host or user → its replacement; at least one, and none empty.
     """
     longest_first = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))  # "vm (10.0.0.1) #2"
     places = (f"(?P<{place}>{pattern})" for place, pattern in PRIVATE_PATTERNS.items())
@@ -147,7 +147,12 @@ def hide_yaml(text: str) -> str:
 
 
 def find_hidden_keys(value: Any, key: str = "") -> list[str]:
-    """Return the keys of nested settings, such as `tracking.uri`, in whose values a secret has been replaced by ***."""
+    """Return the keys of nested settings, such as `tracking.uri`, in whose values a secret has been replaced by ***.
+
+    Args:
+        value: Settings as nested dicts, lists and values.
+        key: Key of `value` itself, with which the results begin.
+    """
     if isinstance(value, dict):
         return [found for k, each in value.items() for found in find_hidden_keys(each, f"{key}.{k}".strip("."))]
     if isinstance(value, list | tuple):
@@ -252,8 +257,8 @@ def _redact_option(match: re.Match) -> str:
 
 
 def _is_count(name: str, number: Any) -> bool:
-    """Return True unless a setting denotes a password or key, or is a token whose number exceeds MAX_TOKEN_COUNT."""
+    """Return True unless a setting denotes a password or key, or a token or secret above MAX_TOKEN_COUNT."""
     if PASSWORD_NAME.search(name):
         return False
-    is_token = name.lower().endswith("token") and isinstance(number, int | float)
+    is_token = name.lower().endswith(("token", "secret")) and isinstance(number, int | float)
     return not (is_token and abs(number) > MAX_TOKEN_COUNT)

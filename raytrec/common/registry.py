@@ -31,7 +31,7 @@ def load_code(path: str, folder: str | None = None) -> Any:
 
     Args:
         path: `module:name`.
-        folder: Folder that is added to sys.path if the module is not found; None: no folder.
+        folder: Folder that is added to sys.path for good if the module is not found; None: no folder.
 
     Raises:
         ModuleNotFoundError: The module, or a module that it imports, does not exist.
@@ -80,7 +80,10 @@ class Registry(Generic[T]):
 
     @property
     def parts(self) -> dict[str, T]:
-        """Parts of the package by name, in alphabetical order; the first access imports all modules of the package."""
+        """Parts of the package by name, in alphabetical order.
+
+        The first access imports all modules of the package, and may raise any error of their import.
+        """
         if not self._complete:
             for module in list_modules(self._package):
                 import_module(f"{self._package}.{module}")

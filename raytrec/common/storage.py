@@ -59,7 +59,12 @@ def open_filesystem(uri: str):
 
 
 def query_file_info(uri: str):
-    """Return pyarrow's FileInfo for a path or URI; its type is NotFound if no file or folder exists there."""
+    """Return pyarrow's FileInfo for a path or URI; its type is NotFound if no file or folder exists there.
+
+    Raises:
+        DataError: As for `open_filesystem`.
+        OSError: The path cannot be accessed, or the store does not respond.
+    """
     filesystem, path = open_filesystem(uri)
     return filesystem.get_file_info(path)
 
@@ -148,7 +153,7 @@ def quote_for_shell(place: str | Path) -> str:
 
 
 def make_relative(path: Path) -> str:
-    """Return an absolute path relative to the working directory if it is inside that folder, else unchanged."""
+    """Return an absolute path as text, relative to the working directory if it is inside that folder."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -186,7 +191,11 @@ def get_sibling(uri: str, name: str) -> str:
 
 
 def find_train_folder(uri: str) -> str:
-    """Return the path or URI of a folder's subfolder train/ if it exists, else of the folder itself."""
+    """Return the path or URI of a folder's subfolder train/ if it exists, else of the folder itself.
+
+    Raises:
+        OSError, DataError: As for `query_file_info`.
+    """
     inner = join_uri(uri, "train")
     return inner if query_file_info(inner).type.name == "Directory" else uri
 
@@ -196,6 +205,9 @@ def find_sibling_parts(uri: str) -> dict[str, str]:
 
     The names are valid, val, validation, test and eval; names without a file or folder are omitted. The result is empty
     for other paths.
+
+    Raises:
+        OSError, DataError: As for `query_file_info`.
     """
     name = split_query(uri)[0].rpartition("/")[2]
     if name.partition(".")[0] != "train":

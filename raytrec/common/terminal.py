@@ -98,7 +98,11 @@ class FaultTolerantStream:
 def tolerate_stream_errors() -> Iterator[None]:
     """Suppress output errors in the block; at its end, exit with status 1 if output to stdout was lost.
 
-    Output does not count as lost if the reader of a pipe has closed it, as `head` does.
+    Output does not count as lost if the reader of a pipe has closed it, as `head` does. In the block, sys.stdout and
+    sys.stderr are replaced.
+
+    Raises:
+        SystemExit: Output to stdout was lost; replaces an error raised in the block.
     """
     previous = out, err = sys.stdout, sys.stderr
     tolerant = FaultTolerantStream(lambda: out)

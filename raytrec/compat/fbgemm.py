@@ -65,7 +65,7 @@ class Cache:
         """Replace the values of some rows in host memory; the cached rows are first written back, and then discarded.
 
         Args:
-            values: Table shard, as in `read`.
+            values: Table shard, as in `read`; changed in place.
             rows: Row indices, int64 [n].
             new: New values, [n, columns], of the dtype of `values`.
         """
@@ -122,10 +122,11 @@ def find_row_caches(model: nn.Module) -> dict[str, Any]:
 
 
 def measure_cache_hits(kernel: nn.Module) -> float | None:
-    """Return the share of distinct rows found in a kernel's cache since the last call, and reset the counts.
+    """Return the share (0 to 1) of distinct rows found in a kernel's cache since the last call; reset the counts.
 
     The result is None without a cache, without counting (gather_uvm_cache_stats), or without lookups. For a
-    table in a file, the result is the share of training lookups that found their row in memory.
+    table in a file, the result is the share of training lookups that found their row in memory. If the kernel is
+    on a GPU, the host waits for it.
     """
     lookup = find_fused_lookup(kernel)
     if (rows := find_resident_rows(kernel)) is not None:
@@ -193,9 +194,5 @@ def pad_empty_shards(model: nn.Module) -> None:
 
 
 def _get_undocumented(lookup: Any, name: str) -> Any:
-    """Return an undocumented attribute of FBGEMM.
-
-    Raises:
-        RunError: The attribute is missing.
-    """
+    """Return an undocumented attribute of FBGEMM, or raise a RunError if it is missing."""
     return private(lookup, name, "fbgemm-gpu")

@@ -41,7 +41,7 @@ STORE_ENTRY_POINT_GROUP = "mlflow.tracking_store"  # entry points of packages th
 
 
 def has_store(uri: str) -> bool:
-    """Return True if MLflow or a plugin has a store for a URI's scheme or a local path; MLflow is not imported."""
+    """Return True for a local path, or if MLflow or a plugin has a store for the URI's scheme. Do not import MLflow."""
     scheme = uri.partition("://")[0].lower() if "://" in uri else ""
     schemes = (*STORE_SCHEMES, *(plugin.name for plugin in entry_points(group=STORE_ENTRY_POINT_GROUP)))
     return scheme in schemes or scheme.partition("+")[0] in DATABASE_SCHEMES
@@ -52,18 +52,22 @@ UNNEEDED_PACKAGES = ("pandas", "numpy", "scipy")
 
 
 def block_unneeded_packages() -> None:
-    """Make MLflow load without packages that are not needed for writing records.
+    """Make MLflow load without packages that are not needed for writing records; call this before importing MLflow.
 
-    MLflow then loads in half the time and takes 50 MiB less. These packages can no longer be imported in this
-    process.
+    MLflow then loads in half the time and takes 50 MiB less. The imports of UNNEEDED_PACKAGES raise an ImportError for
+    the rest of this process.
     """
     sys.modules.update(dict.fromkeys(UNNEEDED_PACKAGES))  # type: ignore[arg-type]
 
 
 def import_quietly() -> None:
-    """Import MLflow with CLIENT_ENVIRONMENT and QUIET: few retries and little output.
+    """Import MLflow with few retries and little output.
 
-    The import takes seconds, and does not contact a server.
+    The function sets the variables of CLIENT_ENVIRONMENT that are not set, and the levels of the loggers in QUIET. The
+    import takes seconds, and does not contact a server.
+
+    Raises:
+        ImportError: MLflow is not installed.
     """
     for name, value in CLIENT_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -79,9 +83,10 @@ TRANSIENT_HTTP_CODES = (401, 403, 408, 409, 429, 499)  # 4xx status codes that d
 def is_transient(error: BaseException) -> bool:
     """Return True if an MLflow call that raised this error may succeed when it is repeated.
 
-    Errors are transient if the store is unreachable, its database is locked or out of space, or the server responds
-    with status 5xx or one of TRANSIENT_HTTP_CODES. An OSError is also transient, unless it reports a missing file,
-    denied access or a wrong type of file. All other errors are permanent, e.g. because the store rejects the record.
+    Errors are transient if the store is unreachable, its database is unavailable, locked or out of space, or the
+    error's `get_http_status` is 5xx or one of TRANSIENT_HTTP_CODES. An OSError without a status is also transient,
+    unless it reports a missing file, denied access or a wrong type of file. All other errors are permanent, e.g.
+    because the store rejects the record.
     """
     if _is_unavailable(error):
         return True
@@ -113,7 +118,7 @@ def reason(error: BaseException) -> str:
 
 
 def _is_unavailable(error: BaseException) -> bool:
-    """Return True if the server gives no valid response or the database is unavailable.
+    """Return True if an error means that the server gives no valid response or the database is unavailable.
 
     The cases are: no connection, a timeout, only 5xx responses, or a database that is locked, down or out of
     disk space.
@@ -129,7 +134,10 @@ def _is_unavailable(error: BaseException) -> bool:
 
 
 def get_http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error of MLflow or of an upload; None for other errors."""
+    """Return the HTTP status of an error of an upload or of MLflow, or None for other errors.
+
+    MLflow also assigns a status to errors without a server, by default 500.
+    """
     from mlflow.exceptions import MlflowException
     from requests.exceptions import HTTPError
 

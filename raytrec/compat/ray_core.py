@@ -31,7 +31,7 @@ NO_AGENT_TEXT = "No available agent"  # in the Job API's error while a cluster s
 
 
 def is_head(command: list[str]) -> bool:
-    """Return True if a process with this command serves a cluster's HOST:PORT or ray://HOST:PORT."""
+    """Return True if a process with this command line (a list of words) serves a cluster's HOST:PORT or ray:// URL."""
     return any(Path(word).name in HEAD_PROCESSES for word in command)
 
 
@@ -43,7 +43,10 @@ def list_alive_nodes() -> list[dict[str, Any]]:
 
 
 def list_free_resources() -> dict[str, dict[str, float]]:
-    """Return node id → name of a resource → free amount."""
+    """Return the free resources of alive nodes: node id → name of a resource → amount.
+
+    A resource that is completely in use may be missing.
+    """
     import ray
 
     return ray._private.state.available_resources_per_node()
@@ -57,7 +60,7 @@ def list_draining_nodes() -> set[str]:
 
 
 def get_actor_state(actor_id: str) -> dict[str, Any]:
-    """Return the GCS's record of an actor in this process's cluster, or {} if the actor is unknown."""
+    """Return the GCS's record of an actor in this process's cluster, such as its State, or {} if it is unknown."""
     import ray
 
     return ray._private.state.actors(actor_id) or {}
@@ -102,7 +105,11 @@ def make_gcs_client(address: str) -> Any:
 def drain(gcs_address: str, node: str, why: str, deadline_ms: int) -> tuple[bool, str]:
     """Drain a node as if it were preempted; return (True if Ray accepts the request, reason for refusal).
 
-    `deadline_ms` is the Unix time in milliseconds until which processes on the node can run.
+    Args:
+        gcs_address: HOST:PORT of the cluster's GCS.
+        node: Ray's id of the node.
+        why: Reason that Ray records.
+        deadline_ms: Unix time in milliseconds until which processes on the node can run.
     """
     from ray.core.generated import autoscaler_pb2
 
@@ -135,10 +142,11 @@ def measure_available_memory() -> int:
 def resolve_bootstrap_address(address: str) -> str | None:
     """Return the HOST:PORT of the cluster that Ray joins for an address, or None for "local".
 
-    The machine's own address replaces 127.0.0.1.
+    For "auto", RAY_ADDRESS takes precedence over the clusters on this machine. The machine's own address replaces
+    127.0.0.1 and localhost, unless `ray_start.keep_loopback` has been called.
 
     Raises:
-        ConnectionError: There is no cluster.
+        ConnectionError: The address is "auto", and no cluster is running on this machine.
         ValueError: The address is not valid.
     """
     from ray._private import services
@@ -171,7 +179,7 @@ def get_submission_id() -> str | None:
 
 
 def get_token_metadata() -> tuple[tuple[str, str], ...]:
-    """Return the metadata with the token that Ray sends with each call, or () without authentication."""
+    """Return the gRPC metadata with the token that Ray sends with each call; () without a token or authentication."""
     from ray._private.authentication import grpc_authentication_client_interceptor as interceptor
 
     return interceptor._get_authentication_metadata_tuple()
@@ -229,7 +237,11 @@ def parse_version_mismatch(text: str) -> tuple[str, str] | None:
 
 
 def load_node_providers() -> tuple[Any, Any]:
-    """Return Ray's node provider classes (AWS, GCP), whose import requires requirements/cloud.txt."""
+    """Return Ray's node provider classes (AWS, GCP).
+
+    Raises:
+        ImportError: The packages in requirements/cloud.txt are not installed.
+    """
     from ray.autoscaler._private.aws.node_provider import AWSNodeProvider
     from ray.autoscaler._private.gcp.node_provider import GCPNodeProvider
 

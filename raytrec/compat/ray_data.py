@@ -21,7 +21,7 @@ MAX_IDLE_STEP_S = 0.05  # half of the time for which Ray Data's executor waits f
 
 
 def prefer_node(node: str) -> Any:
-    """Return a scheduling strategy that prefers a node; if it is lost or full, Ray chooses another node."""
+    """Return a scheduling strategy that prefers the node with this id; if it is lost or full, Ray chooses another."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=True)

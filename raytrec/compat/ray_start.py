@@ -55,7 +55,7 @@ def keep_loopback() -> None:
 
 
 def disable_auto_connect() -> None:
-    """Prevent calls to Ray from automatically starting or joining a cluster."""
+    """Prevent calls to Ray from automatically starting or joining a cluster, for the rest of this process."""
     from ray._private import auto_init_hook
 
     set_private(auto_init_hook, "enable_auto_connect", False, "ray")
@@ -95,9 +95,12 @@ def replace_popen(
     """Make Ray start its processes in the block with additional options of subprocess.Popen.
 
     Args:
-        options: Options of subprocess.Popen.
+        options: Additional options, other than `env`.
         env: Additional environment variables.
         on_process_start: Function called with the id of each started process, and True if the process is the raylet.
+
+    Raises:
+        RunError: As for `versions.private`.
     """
     from ray._private import services
 
@@ -157,7 +160,7 @@ def draw_actor_class_ids_from(random: Callable[[int], bytes]) -> AbstractContext
 
 
 def read_token_again() -> None:
-    """Make Ray read RAY_AUTH_* again; Ray normally reads its settings only at import."""
+    """Make Ray read its RAY_* settings, such as RAY_AUTH_MODE, again; Ray normally reads them only at import."""
     import ray._raylet as raylet
 
     private(raylet, "Config", "ray").initialize("")

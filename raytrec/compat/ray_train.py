@@ -39,10 +39,12 @@ class ControlledTrainer(DataParallelTrainer):
     """Ray Train trainer with custom controller policies and a custom wait for the controller.
 
     Args:
+        *args: Positional arguments of DataParallelTrainer.
         policies: Keyword arguments of the controller: scaling_policy and failure_policy.
-        on_start: Function called with the started controller in the main thread.
-        wait: Function that waits for an object reference and returns the object.
-        owns_ray: True if Ray is shut down at the end of the run.
+        on_start: Function called with the started controller in the thread that calls `fit`.
+        wait: Function that waits for an object reference, and returns the object or raises the error of its task.
+        owns_ray: True if Ray is shut down at the end of the run, so that no actor has to remove the placement group.
+        **options: Further keyword arguments of DataParallelTrainer.
     """
 
     def __init__(
@@ -80,10 +82,12 @@ class ControlledTrainer(DataParallelTrainer):
 
 
 def replace_callback(callbacks: list[Any], kind: type, replacement_callbacks: list[Any]) -> list[Any]:
-    """Return Ray Train's callbacks, with the callback of class `kind` replaced by `replacement_callbacks`.
+    """Return a copy of a list of callbacks in which `replacement_callbacks` replace each instance of `kind`.
+
+    Instances of subclasses of `kind` are kept.
 
     Raises:
-        RunError: Ray Train no longer has such a callback.
+        RunError: The list contains no instance, because the installed version of Ray Train differs.
     """
     if not any(type(callback) is kind for callback in callbacks):
         raise missing(f"{kind.__name__} among TorchTrainer's callbacks", "ray")
@@ -101,7 +105,7 @@ class OwnClusterCleaner(PlacementGroupCleaner):
     """
 
     def start_monitoring(self) -> bool:
-        """Start monitoring the controller with `is_own_actor_alive`."""
+        """Start monitoring the controller with `is_own_actor_alive`, and return True."""
         placement_group_cleaner.is_actor_alive = is_own_actor_alive
         return super().start_monitoring()
 
@@ -116,7 +120,9 @@ class OwnClusterCleanerCallback(PlacementGroupCleanerCallback):
 
 
 def is_own_actor_alive(actor_id: str, timeout: float) -> bool:
-    """Return True if an actor in this process's cluster is alive according to the GCS.
+    """Return True if an actor in this process's cluster is not dead according to the GCS.
+
+    `timeout` is ignored; Ray's function of this name has this argument.
 
     Raises:
         RayStateApiException: The GCS does not respond; the cleaner then asks again.
@@ -137,7 +143,7 @@ class NoDatasets(DatasetsCallback):
     """
 
     def before_init_train_context(self, workers: list[Any]) -> dict[str, list[Any]]:
-        """Return no dataset shards."""
+        """Return {}, because the workers have no dataset shards."""
         return {}
 
 
@@ -146,7 +152,7 @@ class _ControllerStarted(Exception):
 
 
 class RequestingPolicy(ScalingPolicy):
-    """Scaling policy that requests the maximum number of workers of a run from an autoscaler.
+    """Base class of scaling policies that request the maximum number of workers of a run from an autoscaler.
 
     Args:
         scaling_config: Ray Train's scaling configuration.
@@ -168,7 +174,7 @@ class RequestingPolicy(ScalingPolicy):
         return self.scaling_config._resources_per_worker_not_none
 
     def request_resources(self) -> None:
-        """Renew the request to the autoscaler unless the last request is recent; do nothing without an autoscaler."""
+        """Renew the requests to the autoscaler that are older than Ray's interval; do nothing without an autoscaler."""
         if not self._has_autoscaler:
             return
         self._maybe_send_resource_request()

@@ -85,7 +85,7 @@ def skip_unprofiled_records() -> None:
 
 
 def limit_compile_processes(count: int) -> None:
-    """Set the number of processes with which torch compiles kernels.
+    """Set the number of processes with which torch compiles kernels for this process.
 
     TorchRec imports the settings of torch's compiler. Later changes of TORCHINDUCTOR_COMPILE_THREADS have no effect.
     """
@@ -144,6 +144,11 @@ def replace_local_shards(value: ShardedTensor, parts: list[torch.Tensor]) -> Sha
     """Return a copy of a ShardedTensor in which this rank's shards are replaced by tensors in host memory.
 
     The metadata is also adapted, because torch compares the parts' device and pinned memory with it.
+
+    Args:
+        value: Sharded tensor, which is not changed.
+        parts: New tensor for each of this rank's shards, in the order of `value.local_shards()`, of equal shape and
+            dtype. Either all or none are in pinned memory.
     """
     metadata = value.metadata()
     shards = [
@@ -189,7 +194,7 @@ class FixedDtype(nn.Module):
 
 
 def bind_store(address: str) -> None:
-    """Make any TCPStore that this process starts listen only on the given address.
+    """Make the TCPStore of each process group that this process creates from now on listen only on this IP address.
 
     Without a listening socket from the caller, torch/distributed/rendezvous.py listens on all interfaces.
     """

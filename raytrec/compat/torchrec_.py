@@ -172,6 +172,9 @@ def map_table(weight: nn.Parameter, state: Mapping[str, str], name: str = "") ->
         state: FBGEMM's name of an optimizer state → granularity of the state, "value" or "row".
         name: Name of the table if some of its rows may also be in memory, which gives the table a separate lookup;
             "" if all rows are only in the file.
+
+    Raises:
+        RunError: The table has no optimizer that updates it in backward.
     """
     (settings,) = private(weight, "_optimizer_kwargs", "torch")
     settings[MAPPED] = (name, *state.items())

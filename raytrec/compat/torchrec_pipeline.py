@@ -108,7 +108,7 @@ class TimedMixin(Pipeline):
             return super()._next_batch(dataloader_iter)
 
     def copy_batch_to_gpu(self, dataloader_iter: Iterator) -> Any:
-        """Copy a batch to the device, timed as "copy"."""
+        """Copy the next batch to the device, timed as "copy"; return (batch, context), with None after the last one."""
         with self._phase("copy"):
             return super().copy_batch_to_gpu(dataloader_iter)
 
@@ -162,7 +162,9 @@ class PrefetchPipeline(PrefetchTrainPipelineSparseDist):
         self._kernels = [k for kernel in iterate_sharded_kernels(model) if (k := find_fused_lookup(kernel)) is not None]
 
     def progress(self, dataloader_iter: Iterator) -> Any:
-        """Run one step on the next batch, and return the output of the model.
+        """Run one step on the next batch, and return the second part of the model's output (losses, output).
+
+        The step updates the model only in training mode. All ranks must call this method.
 
         Raises:
             StopIteration: There are no more batches.

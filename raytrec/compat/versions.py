@@ -132,7 +132,7 @@ def replace_private(package: str, *replacements: tuple[Any, str, Any]) -> Iterat
 
 
 def set_private(owner: Any, name: str, value: Any, package: str) -> None:
-    """Replace an attribute of an upstream object for the rest of the process.
+    """Replace an attribute of an upstream object for the rest of the process; arguments are as in `replace_private`.
 
     Raises:
         RunError: The attribute is missing; see `private`.
@@ -142,7 +142,7 @@ def set_private(owner: Any, name: str, value: Any, package: str) -> None:
 
 
 def private(owner: Any, name: str, package: str) -> Any:
-    """Return a private attribute of an upstream object.
+    """Return the private attribute `name` of an object (`owner`) of an upstream package.
 
     Raises:
         RunError: The attribute is missing, because the installed version of `package` is not supported.

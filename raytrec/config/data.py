@@ -103,7 +103,7 @@ class DataSection(Section):
     test: Annotated[Folders | None, FREE, Mark.COMMON] = None
     """Files or folders on which the model is evaluated at the end; default: data.valid, else data.holdout's rows."""
     schema_path: Annotated[str | None, FREE] = Field(None, alias="schema")
-    """Path of schema.yaml; default: schema.yaml in the parent folder of data.train."""
+    """Path of schema.yaml; default: schema.yaml in the parent folder of data.train (of its first entry)."""
     transforms: list[Transform] = Field(
         default_factory=list,
         description=f"Column transforms, applied before the schema: {', '.join(BUILT_IN)}, or module:function.",
@@ -145,5 +145,5 @@ class DataSection(Section):
 
     @property
     def schema_uri(self) -> str:
-        """Return the path of the schema: data.schema, or schema.yaml next to the first folder of data.train."""
+        """Return the path or URI of the schema: data.schema, or schema.yaml next to the first entry of data.train."""
         return self.schema_path or get_sibling(to_folder_list(self.train)[0], "schema.yaml")

@@ -70,7 +70,10 @@ def resolve_features(schema: Schema, model: ModelSection | None = None) -> Featu
 
 
 def resolve_input_columns(transforms: list[Transform] | tuple[Transform, ...], columns: list[str]) -> list[str]:
-    """Return the columns that files must contain so that `columns` exist after the transforms, without duplicates."""
+    """Return the columns that files must contain so that `columns` exist after the transforms, without duplicates.
+
+    They include the inputs of every transform that no earlier transform writes, even if no column depends on them.
+    """
     needed = dict.fromkeys(columns)
     for transform in reversed(transforms):
         for name in transform.writes:

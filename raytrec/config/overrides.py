@@ -34,7 +34,11 @@ def to_override_texts(overrides: Overrides | None) -> list[str]:
 
 @contextmanager
 def convert_yaml_errors(where: str) -> Iterator[None]:
-    """Convert errors in reading or writing YAML within the block to a ConfigError with this `where`."""
+    """Convert errors in reading or writing YAML within the block to a ConfigError with this `where`.
+
+    Raises:
+        ConfigError: The block has raised a YAMLError, UnreadableError or RecursionError.
+    """
     try:
         yield
     except (yaml.YAMLError, UnreadableError, RecursionError) as error:
@@ -84,7 +88,8 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
             values[part] = {}
         values = values[part]
         if not isinstance(values, (dict, list)):
-            raise ConfigError(f"'{part}' is a value, not a section", where=f"override {key}")
+            expected = f"a section, mapping or list at {'.'.join(parts[: depth + 1])}"
+            raise ConfigError(f"'{part}' is a value, not a section", where=f"override {key}", expected=expected)
     if isinstance(values, list):
         whole = f"{'.'.join(parts[:-1])}=[…] with the whole list"
         raise ConfigError(
@@ -96,7 +101,11 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
 
 
 def _find_entry(values: list, name: str, key: str, list_key: str) -> dict[str, Any]:
-    """Return the entry with this name in the list `list_key`, such as tasks. A task without a name has its label."""
+    """Return the entry with this name in the list `list_key`, such as tasks. A task without a name has its label.
+
+    Raises:
+        ConfigError: There is no such entry; `key`, the key of the override, is named in the error.
+    """
     entries = [each for each in values if isinstance(each, dict) and (each.get("name") or each.get("label"))]
     names = [str(each.get("name") or each.get("label")) for each in entries]
     if name not in names:

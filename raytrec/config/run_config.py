@@ -122,7 +122,7 @@ class RunConfig(Section):
 
     @property
     def checkpoint_root(self) -> str:
-        """Return the folder of the run's checkpoints; run.dir must be resolved."""
+        """Return the folder of the run's checkpoints: checkpoint.dir, else a folder in run.dir, which must be set."""
         return self.checkpoint.dir or join_uri(self.run.dir, "checkpoints")
 
     def to_yaml(self) -> str:
@@ -264,7 +264,10 @@ def _find_nearest_key(place: str) -> str | None:
 
 
 def list_keys_with(mark: Mark) -> tuple[str, ...]:
-    """Return the names of the sections and keys that have a mark, as section or section.key."""
+    """Return the names of the sections and keys that have a mark, as section or section.key.
+
+    Keys that only inherit the mark from their section are omitted.
+    """
     return tuple(key for key, field in _iterate_fields() if mark in field.metadata)
 
 

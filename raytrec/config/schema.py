@@ -263,7 +263,7 @@ class Schema(SchemaPart):
 
 
 def format_yaml_scalar(value: object) -> str:
-    """Return a value as YAML flow text on one line, in which text is quoted if necessary."""
+    """Return a value as YAML flow text on one line, with quotes if necessary; raise YAMLError for other objects."""
     odd = isinstance(value, str) and not value.isprintable()  # needs escapes to stay on one line
     style = {"default_style": '"'} if odd else {"allow_unicode": True}
     flow = yaml.safe_dump([value], default_flow_style=True, width=10**6, sort_keys=False, **style)

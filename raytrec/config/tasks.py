@@ -57,7 +57,7 @@ class TaskSection(Section):
     """Factor of a row's loss if the label is 1; metrics ignore this factor."""
     negatives_kept: Annotated[Number, Field(gt=0, le=1)] = 1.0
     """Share of negatives that down-sampling of the data has kept. Predictions p become p ÷ (p + (1 - p) ÷
-    share) before metrics are computed (bce and focal)."""
+    share) (He et al. 2014, section 6.3) before metrics are computed (bce and focal)."""
     group: Column | None = None
     """Column of data.reserve_columns: rows with equal values are ranked against each other (bpr,
     listwise_softmax, group metrics). If rows are requests, the losses ignore it."""

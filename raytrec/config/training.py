@@ -34,8 +34,8 @@ class ScalingSection(Section):
     bind_cpus: bool = True
     """Run GPU workers only on the CPUs of their GPU's NUMA node. Readers use all CPUs."""
     address: Annotated[str | None, Mark.COMMON] = None
-    """Ray cluster to join ('auto' or HOST:PORT); default: the cluster of a Ray job, else a local cluster on
-    loopback that ends with the run."""
+    """Ray cluster to join ('auto' or HOST:PORT); default: the cluster in RAY_ADDRESS, which Ray sets in jobs, else a
+    local cluster on loopback that ends with the run."""
     hang_timeout_s: PositiveFloat = 45
     """Seconds without a step after which the worker group is restarted, once training has started."""
     max_failures: NonNegativeInt = 8

@@ -47,10 +47,10 @@ SECTIONS_WITHOUT_PLACES = ("tracking", "scaling", "tasks")
 
 
 def find_foreign_code(values: dict[str, Any]) -> dict[str, str]:
-    """Return a mapping from key to the code, server or cluster that a configuration names.
+    """Return a mapping from key (such as tasks[0].loss) to the code, server or cluster that a configuration names.
 
-    Omitted are the user's own clusters, and MLflow servers that would not receive another server's password or token.
-    The values need not be validated.
+    Omitted are the user's own clusters on this machine, the addresses auto and local, and MLflow servers that would not
+    receive another server's password or token. The values need not be validated.
     """
     places = {section: each for section, each in values.items() if section not in SECTIONS_WITHOUT_PLACES}
     foreign_code = _find_modules(values) | dict(_iterate_places(places))
@@ -94,7 +94,8 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
 def mark_as_own(file: Path) -> None:
     """Mark a settings file, which this user has just written or approved, as this user's own.
 
-    The file is not marked if the key or the mark cannot be stored, e.g. in a read-only home or on a full disk.
+    The mark is written to a second file next to the settings file. If there is no key yet, the function creates the
+    key. The file is not marked if the key or the mark cannot be stored, e.g. in a read-only home or on a full disk.
     """
     with suppress(OSError, RuntimeError):
         file.with_name(file.name + MARK).write_text(_compute_mac(file, _read_key(create=True)))
@@ -110,7 +111,11 @@ def is_own_file(file: Path) -> bool:
 
 
 def find_origin(place: str) -> str | None:
-    """Return the origin of settings from a URI, or from a run or search without this user's valid mark, else None."""
+    """Return the origin of a settings file that another user may have written, else None.
+
+    Such a file has a URI, or is in the folder of a run or search without this user's valid mark. `place` is its path
+    or URI.
+    """
     if "://" in place:
         return place
     file = Path(place).absolute()

@@ -77,7 +77,7 @@ def _leaves(name: str, kind: pa.DataType) -> list[str]:
 
 
 def type_at(schema: pa.Schema, path: Path) -> pa.DataType:
-    """Return the type of the array that `column_at` returns for a path."""
+    """Return the type of the column that `column_at` returns for a path, given the schema of the table."""
     return _get_nested(pa.nulls(0, schema.field(path[0]).type), path[1:]).type
 
 

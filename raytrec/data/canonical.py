@@ -57,6 +57,7 @@ def canonical(table: pa.Table, form: ResolvedReadPlan, place: Place) -> pa.Table
 
     Raises:
         DataError: A value violates the schema or the rules of a task, or cannot be cast to a common type.
+        KeyError: A required column is missing.
     """
     schema, sparse, tally = form.schema, form.schema.sparse, ChangeCounts()
 

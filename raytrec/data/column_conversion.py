@@ -80,7 +80,7 @@ def read_numbers(
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
-            expected="a number in every row",
+            expected=f"a number {'in every row' if place.offsets is None else 'for every candidate'}",
             do=f"{advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
         )
     values, is_present = as_floats(array, dtype), None
@@ -111,7 +111,7 @@ def read_scaled_column(column: pa.ChunkedArray, name: str, place: Place, scale: 
     x, is_present = read_numbers(column, name, place, skips_nulls=scale.nulls == "mean", dtype=np.float64)
     x = signed_log(x) if scale.log else x
     x = standardize(x, scale.mean, scale.std)
-    check_finite(x, name, place)
+    check_finite(x, name, place, what="scaled column")
     return x if is_present is None else np.where(is_present, x, np.float32(0))
 
 
@@ -147,12 +147,20 @@ def find_first_true(wrong: np.ndarray) -> int | None:
     return int(wrong.argmax()) if wrong.any() else None
 
 
-def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable[[int], int] = int) -> None:
-    """Raise DataError if a value is NaN or infinite. `rows` maps the index of a value to the index of its row."""
+def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable = int, what: str = "column") -> None:
+    """Raise DataError if a value is NaN or infinite.
+
+    Args:
+        values: Values of the column, float [n].
+        name: Column name.
+        place: Location of the first row.
+        rows: Function from the index of a value to the index of its row; default: one value per row.
+        what: Noun for the column in the message.
+    """
     if (index := find_first_true(~np.isfinite(values))) is not None:
         clip = advise_transform("clip", name, low="NUMBER", high="NUMBER")
         raise DataError(
-            f"column '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
+            f"{what} '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
             where=place.of(name, rows(index)),
             expected=f"finite {values.dtype} numbers",
             do=f"{advise_transform('fill_null', name, value=0) if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",

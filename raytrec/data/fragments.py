@@ -161,6 +161,8 @@ def scan(
 ) -> Dataset:
     """Read the footers of a dataset's Parquet files, and check every file's columns against the plan.
 
+    Transforms are applied to tables without rows, for which the modules of user-defined transforms are imported.
+
     Args:
         places: A folder or file, or a list of them; see `list_files`.
         plan: Read plan of the run.
@@ -171,6 +173,7 @@ def scan(
         trained: Kinds of ids in the training data, which the files must have. None: the most common kinds.
 
     Raises:
+        ConfigError: No feature looks up the ids of a transform `sample`, or these ids are managed (`set_draw_rows`).
         DataError: There are no files or no rows, a file is damaged, a transform fails, or a column is missing,
             ambiguous or of a wrong type, or its types in several files are incompatible. With `skip`, errors of single
             files are returned in Dataset.left_out instead.

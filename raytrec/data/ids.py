@@ -63,7 +63,7 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
     """Return the ids of a feature with at most one id per row, [n] of any integer type; `no_id` for nulls.
 
     Text is hashed. Integers out of range are hashed or clamped if the table allows it; managed ids have no range.
-    Whole floats are accepted as ids, NaN as null.
+    Whole floats are accepted as ids, NaN as null. The ids are counted in `feature.tally`.
 
     Raises:
         DataError: The column contains lists; a float has a fraction or a magnitude of 2**53 or more; or the table
@@ -86,7 +86,7 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
 
 
 def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Return the ids of a feature as bags, one bag of ids per row, with their weights.
+    """Return the ids of a feature as bags, one bag of ids per row, with their weights; count the ids in its tally.
 
     Returns:
         Offsets, int32 [n + 1] from 0; ids, [offsets[n]] of any integer type, as in `read_single_ids`; weights,
@@ -172,6 +172,9 @@ def _ids(flat: pa.Array, feature: Feature, rows: Callable[[int], int]) -> np.nda
         flat: Ids of all rows, integers or text without nulls.
         feature: Feature to which the ids belong.
         rows: Function from a position in `flat` to its row, for error messages.
+
+    Raises:
+        DataError: An id is out of range, and table.out_of_range is error.
     """
     table = feature.table
     if pa.types.is_null(flat.type):  # all rows, or lists, are empty
@@ -307,6 +310,9 @@ def compute_row_keys(columns: Sequence[pa.ChunkedArray], rows: int = 0) -> tuple
 
     Returns:
         Number of keys in each row, int64 [rows], and the keys of all rows in order, int64.
+
+    Raises:
+        TypeError: A column or its lists have a type that `compute_group_keys` does not support.
     """
     key_rows, keys = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     for column in columns:

@@ -43,6 +43,9 @@ def read_items(
         form: Resolved read plan of the rows.
         faults: Treatment of unreadable rows; None: a DataError is raised.
         index: Table whose column `id` contains the positions of the task's items in the list.
+
+    Raises:
+        DataError: As for `read_item`.
     """
     all_items = _get_items(items)
     task_items = [all_items[i] for i in index["id"].to_pylist()]
@@ -80,6 +83,7 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
     Raises:
         DataError: A row group cannot be decoded, a transform fails, or a value violates the schema. With
             `faults.skip`, such rows (see `_skip_bad_rows`) are empty and marked as not present instead.
+        OSError: The log of skipped rows cannot be written.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 
@@ -87,7 +91,11 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
 def read_in_batches(
     group: RowGroup, form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
 ) -> Iterator[pa.Table]:
-    """Yield the rows of a row group as tables of `read_item`, at most CHECK_BATCH_ROWS rows at a time."""
+    """Yield the rows of a row group as tables of `read_item`, at most CHECK_BATCH_ROWS rows at a time.
+
+    Raises:
+        DataError: As for `read_item`.
+    """
     for first in range(0, group.rows, CHECK_BATCH_ROWS):
         rows = min(CHECK_BATCH_ROWS, group.rows - first)
         part = Part(group.path, group.index, first, rows, split=group.split)
@@ -110,7 +118,7 @@ def decode_item(item: LaneItem, form: ResolvedReadPlan) -> list[pa.Table | DataE
 def finish_item(
     item: LaneItem, decoded: list[pa.Table | DataError], form: ResolvedReadPlan, faults: ReadErrorPolicy | None = None
 ) -> pa.Table:
-    """Return the canonical rows of an item (see `read_item`) from the result of `decode_item`."""
+    """Return the canonical rows of an item from the result of `decode_item`; errors are those of `read_item`."""
     pieces = []
     for ((path, group), parts), table in zip(_groups(item), decoded, strict=True):
         place = Place(path, group, _span(parts)[0])

@@ -48,7 +48,9 @@ class RowExchange:
         return bool(self._waiting)
 
     def exchange(self, pieces: list[Rows], max_rows: int, epoch: int, is_closed: Callable[[], bool]) -> list[Rows]:
-        """Return the rows of a global batch that are assigned to this rank. All ranks must call it for each batch.
+        """Return the rows of a global batch that are assigned to this rank, as slices of new chunks.
+
+        This is a collective operation: every rank must call it for each batch.
 
         Args:
             pieces: Rows that this rank has read.

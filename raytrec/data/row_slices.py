@@ -86,11 +86,11 @@ class Rows:
         return self.chunk.matrices[name][self.first : self.last]
 
     def to_batch(self) -> pa.RecordBatch:
-        """Return the slice's rows as a record batch in canonical form, without copying."""
+        """Return the slice's rows of the chunk's record batch, which must exist, without copying."""
         return self.chunk.batch.slice(self.first, self.last - self.first)
 
     def reserved(self) -> pa.RecordBatch:
-        """Return the slice's rows of the reserved columns, without copying."""
+        """Return the slice's rows of the chunk's reserved columns, which must exist, without copying."""
         return self.chunk.reserved.slice(self.first, self.last - self.first)
 
     def values(self) -> list[np.ndarray]:
@@ -102,6 +102,9 @@ class Rows:
 
 class JoinedRows:
     """Concatenation of several slices of chunks that have the same columns.
+
+    Args:
+        pieces: Slices, in order. Without slices, `matrix` and `lengths` must not be called.
 
     Attributes:
         rows: Total number of rows.
@@ -154,7 +157,10 @@ class LaneQueues:
         self._lane, self._left = 0, 0  # lane of the item that is being received, and number of its rows still to come
 
     def take(self, lane: int, count: int) -> Iterator[Rows]:
-        """Yield slices that together contain the next `count` rows of a lane; read tables until all are available."""
+        """Yield slices that together contain the next `count` rows of a lane; read tables until all are available.
+
+        Errors of `tables`, such as a DataError, are raised unchanged.
+        """
         queue = self._lanes.setdefault(lane, deque())
         while count:
             while not queue:

@@ -102,6 +102,9 @@ class Stream:
         Args:
             count: Number of epochs.
             first_step: Number of steps already completed, counted over all epochs; their batches are skipped.
+
+        Raises:
+            DataError, RuntimeError: As for `batches`; raised by the iterator.
         """
         epoch, start_step = divmod(first_step, self.order.steps(self.dataset.rows))
         return self._chain(self.batches(epoch, start_step) if epoch < count else None, epoch, count)
@@ -184,6 +187,9 @@ class Stream:
 
 class PrefetchIterator:
     """Iterator over batches that a background thread produces, at most `prefetch` batches ahead.
+
+    An exception of the thread is raised by `next` after the batches before it, without Ray's wrappers. Close the
+    iterator to stop the thread early.
 
     Args:
         make: Function that yields the batches, called in the thread with this iterator.

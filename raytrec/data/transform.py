@@ -50,7 +50,7 @@ def apply_transforms(
         table: Decoded table.
         transforms: Transforms in the order of their application.
         where: File and row group, for error messages.
-        folder: Folder to search for modules of `module:function`, in addition to Python's path.
+        folder: Folder that is added to sys.path if a module of `module:function` is not found; None: no folder.
         draw: Seed for drawn ids; default: the seed of evaluations.
 
     Raises:

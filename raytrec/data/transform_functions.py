@@ -117,7 +117,8 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
         kind: Type of the result; None: the type in the Parquet file, or string for a text file.
 
     Raises:
-        ValueError: The vocabulary contains duplicate values, or a value cannot be cast to `kind`.
+        ValueError, pa.ArrowException: The file is not Parquet or UTF-8 text, contains duplicate values, or contains a
+            value that cannot be cast to `kind`.
         OSError, DataError: The file cannot be read.
     """
     if uri.endswith(".parquet"):
@@ -140,6 +141,7 @@ def read_cumulative_shares(uri: str, column: str, power: float) -> np.ndarray:
 
     Raises:
         ValueError: A frequency is negative, null or NaN, or the sum of all frequencies is zero or infinite.
+        OSError, DataError, pa.ArrowException: The file cannot be read, or the column does not exist or is not numeric.
     """
     filesystem, path = open_filesystem(uri)
     table = pq.read_table(path, columns=[column], filesystem=filesystem)
@@ -221,7 +223,8 @@ def compute_age(spec: t.Age, array: pa.Array, until: pa.Array | None) -> pa.Arra
         until: End time for each value, ignored for durations; None: `spec.until`.
 
     Raises:
-        TypeError: No end time is given, `until` has a different length, or a type is not supported (to_timestamps).
+        TypeError: No end time is given, `until` has a different length, or a type is not supported, or the unit of
+            numbers is missing (`to_timestamps`).
         pyarrow.ArrowInvalid: A text is not an ISO time.
     """
     if types.is_duration(array.type):

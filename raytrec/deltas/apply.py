@@ -61,22 +61,22 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
         weights: Weights of the consumer's programs by name; the delta must have the same names, shapes and dtypes.
 
     Raises:
-        RunError: A file is missing or damaged, does not fit the consumer's export, or contains NaN or infinity. An
-            infinite weight that does not change is accepted.
+        RunError: A file is missing, damaged or cannot be read, does not fit the consumer's export, or contains NaN or
+            infinity. Infinite values of dense weights are accepted if they do not change.
     """
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
         rows, ids, dense = (
             list(read_batches(folder, position.manifest, operation)) for operation in ("rows", "ids", "dense")
         )
-        return Delta(position, _join_tables(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
+        return Delta(position, _read_rows(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
 
 
 def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
     """Return table → new rows of a delta, and ignore its ids and dense weights; errors are those of `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
-        return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)
+        return _read_rows(list(read_batches(folder, position.manifest, "rows")), schema)
 
 
 @contextmanager
@@ -91,10 +91,10 @@ def refuse_unusable(folder: str, position: Position) -> Iterator[None]:
 def _check_tables(position: Position, schema: Schema) -> None:
     for name, table in schema.tables.items():
         if (size := position.manifest.tables.get(name)) is None:
-            raise UnusableDeltaError(f"table {name} is missing in the manifest")
+            raise UnusableDeltaError(f"table {name} is missing in the manifest, but the export contains it")
         if (size.rows, size.dim) != (table.rows, table.dim):
-            found = f"{size.rows:,} rows of dim {size.dim}"
-            raise UnusableDeltaError(f"table {name} has {found} instead of {table.rows:,} of dim {table.dim}")
+            what = f"table {name} has {size.rows:,} rows of dim {size.dim}"
+            raise UnusableDeltaError(f"{what} instead of {table.rows:,} of dim {table.dim} in the export")
 
 
 def _check_range(table: str, rows: np.ndarray, count: int) -> None:
@@ -106,28 +106,25 @@ def _check_range(table: str, rows: np.ndarray, count: int) -> None:
 Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and values of `width` columns, [n, width]
 
 
-def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list[Piece]]:
-    """Return table → pieces; a piece contains rows of a batch that have values for the same range of columns."""
+def _read_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowChanges]:
+    """Return table → new rows, joined from pieces: rows of a batch that have values for the same range of columns."""
     pieces: dict[str, list[Piece]] = {}
     for batch in batches:
         rows, columns, lists = batch["row"].to_numpy(), batch["column"].to_numpy(), batch["values"]
         offsets, values = lists.offsets.to_numpy(), lists.values
         if values.null_count:
-            raise UnusableDeltaError("a value of a row is null")
+            raise UnusableDeltaError("column values of a rows file contains a list with null")
         values = values.to_numpy()
         for name, places in select_tables(batch, schema.tables):
             spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
             for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
                 if column < 0 or width < 1 or column + width > schema.tables[name].dim:
-                    raise UnusableDeltaError(f"columns [{column}, {column + width}) are not columns of table {name}")
+                    found, dim = f"columns [{column}, {column + width})", schema.tables[name].dim
+                    raise UnusableDeltaError(f"{found} are not columns of table {name}, whose dim is {dim}")
                 chosen = places[spans == (column << 32 | width)]
                 piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
                 pieces.setdefault(name, []).append((column, rows[chosen], piece))
-    return pieces
-
-
-def _join_tables(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowChanges]:
-    return {name: _join_rows(name, schema, pieces) for name, pieces in _split_rows(batches, schema).items()}
+    return {name: _join_rows(name, schema, of_table) for name, of_table in pieces.items()}
 
 
 def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:
@@ -155,7 +152,7 @@ def _read_ids(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, IdChan
         has_id, ids = batch["id"].is_valid().to_numpy(zero_copy_only=False), batch["id"].fill_null(0).to_numpy()
         for name, places in select_tables(batch, schema.tables):
             if schema.tables[name].ids is None:
-                raise UnusableDeltaError(f"table {name} has no managed ids")
+                raise UnusableDeltaError(f"table {name} has no managed ids in the export, but the delta changes ids")
             parts.setdefault(name, []).append((batch["row"].to_numpy()[places], ids[places], has_id[places]))
     changes = {}
     for name, members in parts.items():
@@ -182,9 +179,9 @@ def _read_dense(batches: list[pa.RecordBatch], weights: Mapping[str, torch.Tenso
             dense[name].view(-1).view(torch.uint8).numpy()[:] = np.frombuffer(values, np.uint8)
             # A mask may contain infinity, but only where its value does not change.
             if not bool((dense[name].isfinite() | (dense[name] == old)).all()):
-                raise UnusableDeltaError(f"weight {name} contains NaN or infinity")
+                raise UnusableDeltaError(f"weight {name} contains NaN, or an infinite value that the export lacks")
     if missing := sorted(weights.keys() - dense.keys()):
-        raise UnusableDeltaError(f"weight {missing[0]} is missing")
+        raise UnusableDeltaError(f"weight {missing[0]} is missing in the delta")
     return dense
 
 
@@ -206,7 +203,7 @@ class PreparedDeltas:
         self._ids: dict[str, IdRows] = {}
 
     def add(self, delta: Delta) -> None:
-        """Add the next delta.
+        """Add the next delta, or raise an error and add nothing.
 
         Raises:
             RunError: A weight does not have the shape that a program requires, an id would have two rows, or a value
@@ -231,7 +228,8 @@ class PreparedDeltas:
         """Prepare the rows of all added deltas, of which there must be at least one.
 
         Raises:
-            RunError: A value is too large for the precision of its table, or the tables cannot be made writable.
+            RunError: A value is too large for the precision of its table, the tables cannot be made writable, or a
+                table shard cannot apply the deltas.
             UnavailableError: A table shard does not have the new state.
             OutdatedStateError: A table shard keeps only later states.
         """

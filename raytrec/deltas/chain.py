@@ -32,7 +32,7 @@ from raytrec.deltas.format import (
 )
 from raytrec.scoring.manifest import MANIFEST_FILE, ExportSource, format_version, read_manifest
 
-REFUSAL_ADVICE = "wait for the run's next full export, which replaces all deltas before it"
+REFUSAL_ADVICE = "use a full export of this or a later delta, or wait until the run has written one"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class NewestDelta(NamedTuple):
 
 
 def make_refusal(folder: str, number: int, reason: str, expected: str | None = None) -> RunError:
-    """Return the error for a delta that cannot be applied for a reason, a clause about the delta."""
+    """Return the error for a delta that cannot be applied; `reason` is a clause, `expected` as in RaytrecError."""
     what, where = f"delta {number} cannot be applied: {reason}", get_manifest_uri(folder, number)
     return RunError(what, where=where, expected=expected, do=REFUSAL_ADVICE)
 
@@ -85,11 +85,12 @@ def make_missing_export_error(folder: str) -> RunError:
 
 
 def open_stream(config: RunConfig) -> None:
-    """Create the stream of a run before training starts, or check that the run owns the stream in the folder.
+    """Check that a run owns the stream in its folder of deltas; create a stream (two files) in an unused folder.
 
     Raises:
         ConfigError: The folder contains deltas of another or an unknown run, or is the run folder or checkpoint folder.
-        RunError: The folder cannot be read or written.
+        RunError: The folder of deltas or the run folder cannot be read or written.
+        DataError: As for `open_filesystem`.
     """
     folder = config.export.deltas.to
     where = f"export.deltas.to={folder}"
@@ -97,7 +98,7 @@ def open_stream(config: RunConfig) -> None:
         expected = f"a folder other than {config.run.dir} and {config.checkpoint_root}"
         what = "deltas need a separate folder, not the run folder or the checkpoint folder"
         raise ConfigError(what, where=where, expected=expected)
-    with convert_os_errors("the folder of deltas cannot be read or written", where=where):
+    with convert_os_errors("the stream of deltas cannot be read or written", where=f"{where}, {config.run.dir}"):
         stored = find_document(join_uri(folder, STREAM_FILE), DeltaStream)
         own = find_document(join_uri(config.run.dir, DELTA_STREAM), DeltaStream)
         is_unused = not (list_numbers(folder, DELTAS_FOLDER) or list_numbers(folder, EXPORTS_FOLDER))
@@ -106,18 +107,14 @@ def open_stream(config: RunConfig) -> None:
             OutputFolder(folder).write(STREAM_FILE, to_json_document(stream))
             OutputFolder(config.run.dir).write(DELTA_STREAM, to_json_document(stream))
         elif stored is None or stored != own:
-            owner = f"another run, {stored.run}" if stored else "an unknown run"
-            expected = "a new folder, or the folder that this run has written"
+            owner = f"run {stored.run}, stream {stored.id[:8]}" if stored else "an unknown run"
+            expected = f"a new folder, or one whose {STREAM_FILE} equals {DELTA_STREAM} of the run folder"
             do = "choose another export.deltas.to, or remove the folder"
             raise ConfigError(f"the folder contains the deltas of {owner}", where=where, expected=expected, do=do)
 
 
 def read_stream(config: RunConfig) -> DeltaStream:
-    """Return the stream that `open_stream` has recorded in the run folder.
-
-    Raises:
-        RunError: The record cannot be read.
-    """
+    """Return the stream that `open_stream` has recorded in the run folder. Errors are as for `read_document`."""
     return read_document(config.run.dir, DELTA_STREAM, DeltaStream, "stream of deltas", "raytrec train")
 
 
@@ -125,7 +122,8 @@ def find_stream(folder: str) -> DeltaStream | None:
     """Return the identity of the run that writes a folder of deltas, or None if no run has written to the folder.
 
     Raises:
-        RunError: The file cannot be read.
+        RunError: STREAM_FILE cannot be read or is not valid.
+        DataError: As for `open_filesystem`.
     """
     uri = join_uri(folder, STREAM_FILE)
     try:
@@ -133,7 +131,7 @@ def find_stream(folder: str) -> DeltaStream | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnreadableError) as error:
-        what, expected = f"the folder of deltas cannot be read: {get_first_line(error)}", "a folder of export.deltas.to"
+        what, expected = f"the file cannot be read: {get_first_line(error)}", f"{STREAM_FILE} as a run has written it"
         raise RunError(what, where=uri, expected=expected) from None
 
 
@@ -141,16 +139,17 @@ def list_names(folder: str) -> list[str]:
     """Return the names of the files and subfolders directly in a folder; [] if the folder does not exist.
 
     Raises:
-        OSError: The store cannot be read.
+        OSError: The folder cannot be read.
+        DataError: As for `open_filesystem`.
     """
     filesystem, path = open_filesystem(folder)
     return [info.base_name for info in filesystem.get_file_info(fs.FileSelector(path, allow_not_found=True))]
 
 
 def list_numbers(folder: str, subfolder: str) -> list[int]:
-    """Return the numbers of the deltas (subfolder DELTAS_FOLDER) or full exports (EXPORTS_FOLDER), ascending.
+    """Return the ascending numbers of the deltas (DELTAS_FOLDER) or of all exports, even incomplete (EXPORTS_FOLDER).
 
-    The exports may be incomplete. Errors are as in `list_names`.
+    Errors are as in `list_names`.
     """
     names = [name.removesuffix(".json") for name in list_names(join_uri(folder, subfolder))]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
@@ -166,7 +165,7 @@ def find_newest_delta(folder: str) -> NewestDelta:
     """Return the newest delta of a folder, without checking its manifest.
 
     Raises:
-        OSError: The store cannot be read.
+        OSError, DataError: As for `list_names`.
     """
     numbers = list_numbers(folder, DELTAS_FOLDER)
     if not numbers:
@@ -179,6 +178,7 @@ def read_next(folder: str, position: Position) -> Position | None:
 
     Raises:
         RunError: The manifest cannot be read, belongs to another run, or does not continue the consumer's delta.
+        DataError: As for `open_filesystem`.
     """
     number, stream = position.number + 1, position.manifest.stream
     try:
@@ -200,9 +200,9 @@ def check_gap(folder: str, position: Position) -> None:
     """Raise an error if the next delta is missing and will not appear.
 
     Raises:
-        RunError: The folder contains another stream, or the next delta is missing, and the delta after it exists or
-            the consumer's delta has been removed.
-        OSError: The store cannot be read.
+        RunError: The stream cannot be read or is another one; or the next delta is missing, and the delta after it
+            exists or the consumer's delta has been removed.
+        OSError, DataError: As for `list_names`.
     """
     number, stream, own_stream = position.number + 1, find_stream(folder), position.manifest.stream
     if stream and stream.id != own_stream:
@@ -228,8 +228,8 @@ def iterate_exports(folder: str, newer_than: int = 0) -> Iterator[tuple[str, Pos
         newer_than: Number of a delta; only exports of later deltas are yielded.
 
     Raises:
-        RunError: The stream's identity cannot be read.
-        OSError: The store cannot be read.
+        RunError: As for `find_stream`.
+        OSError, DataError: As for `list_names`.
     """
     stream = find_stream(folder)
     for number in reversed(list_numbers(folder, EXPORTS_FOLDER) if stream else []):
@@ -254,12 +254,12 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
         source: Origin of the exported model.
 
     Raises:
-        RunError: The folder has no stream, or not exactly one delta that leads to the step of the export.
-        OSError: The store cannot be read.
+        RunError: The stream is missing or cannot be read, or not exactly one readable delta leads to the export's step.
+        OSError, DataError: As for `list_names`.
     """
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
     if stream is None:
-        raise RunError("no run has written deltas to the folder", where=folder, expected="a folder of export.deltas.to")
+        raise RunError(f"the folder contains no {STREAM_FILE}", where=folder, expected="a folder of export.deltas.to")
     numbers, found = set(list_numbers(folder, DELTAS_FOLDER)), []
     for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
         with suppress(UnreadableError, OSError):
@@ -267,7 +267,7 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
             if entry and (entry[0].stream, entry[0].step) == (stream.id, source.step):
                 found.append(Position(source.run, *entry))
     if len(found) != 1:
-        which = f"deltas {', '.join(str(each.number) for each in found)} lead" if found else "no delta leads"
+        which = f"deltas {', '.join(str(each.number) for each in found)} lead" if found else "no readable delta leads"
         what = f"{which} to step {source.step:,} of the export"
         expected = "exactly one delta that leads to the step of the export"
         do = f"apply deltas to a full export in {EXPORTS_FOLDER}/"
@@ -282,7 +282,7 @@ def remove_old_files(folder: str, keep: int) -> None:
     a partial export or delta.
 
     Raises:
-        OSError: The store cannot be read or written.
+        OSError, DataError: As for `list_names`, also if a file cannot be removed.
     """
     exports = list_exports(folder)[-keep:]
     if not exports:

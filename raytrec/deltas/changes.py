@@ -98,6 +98,8 @@ TakenRows = list[tuple[LookedUpRows | ComparedRows, torch.Tensor]]  # tracker of
 class RowChanges:
     """Tracker of changed rows in all shards of this rank. Only rank 0 tracks data-parallel tables.
 
+    torch.distributed must be initialized.
+
     Args:
         model: Sharded model; the constructor registers hooks that observe its lookups.
         tables: Live tables by name.
@@ -204,7 +206,7 @@ class IdChanges:
         self._free = {name: part.free.left for name, part in maps.items()}  # as of the previous delta
 
     def add_assigned(self, new: Mapping[str, NewRows]) -> None:
-        """Mark rows that have been assigned to ids as changed; the host does not wait for a GPU."""
+        """Mark the rows in `new` (table → rows assigned to ids) as changed; the host does not wait for a GPU."""
         for name, (rows, ids, _) in new.items():
             if len(rows):
                 self._pending[name].append(IdRowChanges(rows, ids, torch.ones_like(rows, dtype=torch.bool)))

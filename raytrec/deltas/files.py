@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from raytrec.common.documents import to_json_document
-from raytrec.common.errors import RaytrecError, RunError, get_first_line
+from raytrec.common.errors import DataError, RaytrecError, RunError, get_first_line
 from raytrec.common.formatting import as_dict
 from raytrec.common.output_folder import OutputFolder
 from raytrec.common.reading import UnreadableError
@@ -47,7 +47,7 @@ class DeltaFiles:
     """
 
     def __init__(self, folder: str, attempt: str, tables: Iterable[str]):
-        self._output, self._attempt = OutputFolder(join_uri(folder, DELTAS_FOLDER)), attempt
+        self._folder, self._attempt = join_uri(folder, DELTAS_FOLDER), attempt
         self._tables = {name: place for place, name in enumerate(tables)}
         self.entries: dict[Operation, dict[str, FileEntry]] = {}
 
@@ -57,6 +57,7 @@ class DeltaFiles:
         Raises:
             ValueError: A value is not finite.
             OSError: The file cannot be written.
+            DataError: As for `open_filesystem`.
         """
         self._write("rows", name, (self._to_row_columns(piece) for piece in pieces))
 
@@ -70,7 +71,7 @@ class DeltaFiles:
         self._write("ids", name, columns)
 
     def write_dense(self, name: str, values: Mapping[str, torch.Tensor]) -> None:
-        """Write dense weights (name → tensor in host memory). An OSError is raised as in `write_rows`."""
+        """Write dense weights (name → tensor in host memory) like `write_rows`, except for the check of the values."""
         columns = [
             list(values),
             [str(value.dtype).removeprefix("torch.") for value in values.values()],
@@ -84,7 +85,7 @@ class DeltaFiles:
         first = next(batches, None)
         if first is None:
             return
-        with self._output.stream(place, place) as stream:
+        with OutputFolder(self._folder).stream(place, place) as stream:
             sink = _HashedSink(stream)
             with pa.ipc.new_file(sink, schema) as writer:
                 for columns in (first, *batches):
@@ -156,19 +157,20 @@ class ManifestWriter:
             step: Step of the checkpoint.
 
         Returns:
-            The number, 0 if the folder cannot be read; and the manifests of the deltas, None if they are unknown.
+            The number, 0 if the folder cannot be read; and the manifests of the deltas in ascending order, None if
+            they are unknown.
         """
         first = 0 if position is None else as_dict(position).get("number")
         is_same = position is None or as_dict(position).get("stream") == self._stream
         try:
             self._newest = newest = find_newest_delta(self._folder)
-        except OSError:
+        except (OSError, DataError):
             return 0, None
         if not is_same or not isinstance(first, int) or not 0 <= first <= newest.number:
             return newest.number, None
         try:
             found = [read_delta_manifest(self._folder, each) for each in range(max(1, first), newest.number + 1)]
-        except (OSError, UnreadableError):
+        except (OSError, DataError, UnreadableError):
             return newest.number, None
         if None in found or [sha256 for _, sha256 in found[:-1]] != [delta.parent for delta, _ in found[1:]]:
             return newest.number, None  # a delta is missing or damaged
@@ -179,26 +181,26 @@ class ManifestWriter:
         """Start the next delta.
 
         Args:
-            known: Number of the newest known delta. A newer delta exists if the store has created a manifest in
-                spite of an error, or if another process writes deltas.
+            known: Number of the newest known delta. The folder's newest delta has another number if the store has
+                created a manifest in spite of an error, or if another process has written or removed deltas.
 
         Returns:
-            Number of the newest delta, the reason why the next delta cannot be started, or None, and the name of the
-            subfolder for the next delta's files.
+            (number of the newest delta; reason why the next delta cannot be started, or None; name of the subfolder
+            for the next delta's files). If the folder cannot be read, the number is `known`, and the name is "".
         """
         try:
             self._newest = self._newest or find_newest_delta(self._folder)
         except (OSError, RaytrecError) as failure:
             return known, describe_failure(failure), ""
         number = self._newest.number
-        error = None if number == known else f"delta {number} already exists in {self._folder}"
+        error = None if number == known else f"the newest delta in {self._folder} is {number}, not {known}"
         return number, error, f"{format_number(number + 1)}-{uuid.uuid4().hex[:8]}"
 
     def commit(self, number: int, entries: Iterable[dict[Operation, dict[str, FileEntry]]], **about: Any) -> str | None:
         """Write the manifest of a delta. Return None, or the reason why the manifest was not written.
 
         Args:
-            number: Number of the delta.
+            number: Number of the delta, which `begin` has started.
             entries: DeltaFiles.entries of each rank.
             **about: Fields step, cut_unix_s and last of the manifest.
         """
@@ -211,7 +213,7 @@ class ManifestWriter:
         try:
             self._confirm()
             if has_manifest(self._folder, number):
-                raise RunError(f"delta {number} exists already")
+                raise RunError(f"delta {number} already exists in {self._folder}")
             OutputFolder(join_uri(self._folder, DELTAS_FOLDER)).write(f"{format_number(number)}.json", content)
         except (OSError, RaytrecError) as failure:
             return describe_failure(failure)
@@ -219,7 +221,7 @@ class ManifestWriter:
         return None
 
     def give_up(self, number: int, attempt: str) -> None:
-        """Remove the files of a delta that could not be written, unless its manifest exists.
+        """Remove the files of a delta that could not be written, unless its manifest exists. Errors are ignored.
 
         Args:
             number: Number of the delta.
@@ -232,6 +234,6 @@ class ManifestWriter:
 
 
 def describe_failure(failure: Exception) -> str:
-    """Return the reason for a failure as a short text, without its place and advice."""
+    """Return the reason for a failure as a short text: a RaytrecError's `what`, or an OSError's reason, or one line."""
     reason = failure.what if isinstance(failure, RaytrecError) else getattr(failure, "strerror", None)
     return reason or get_first_line(failure)

@@ -29,7 +29,7 @@ from pyarrow import fs
 from pydantic import Field, model_validator
 
 from raytrec.common.documents import validate_as
-from raytrec.common.errors import get_first_line
+from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.reading import UnreadableError, open_regular, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, query_file_info, read_bytes
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
@@ -64,6 +64,7 @@ class DeltaStream(Section):
     """Identity of the run that writes a folder of deltas.
 
     Attributes:
+        format: Version of the file format.
         id: Random identifier, which the checkpoints of the run also contain.
         run: Name of the run.
     """
@@ -74,7 +75,7 @@ class DeltaStream(Section):
 
 
 class DeltaTable(Section):
-    """Size of a table, which must equal the table's size in the export to which the delta is applied."""
+    """Numbers of rows and columns of a table, which must be those in the export to which the delta is applied."""
 
     rows: PositiveInt
     dim: PositiveInt
@@ -84,6 +85,7 @@ class DeltaManifest(Section):
     """Content of a delta.
 
     Attributes:
+        format: Version of the file format.
         stream: DeltaStream.id of the run.
         number: Number of the delta, from 1.
         parent: SHA-256 of the file of the previous manifest; empty for delta 1.
@@ -136,6 +138,7 @@ def has_manifest(folder: str, number: int) -> bool:
 
     Raises:
         OSError: The store cannot be read.
+        DataError: As for `open_filesystem`.
     """
     return query_file_info(get_manifest_uri(folder, number)).is_file
 
@@ -152,7 +155,8 @@ def read_delta_manifest(folder: str, number: int) -> tuple[DeltaManifest, str] |
 
     Raises:
         UnreadableError: The file is not the manifest of this delta.
-        OSError: The store cannot be read.
+        OSError: The file cannot be read.
+        DataError: As for `open_filesystem`.
     """
     try:
         content = read_bytes(get_manifest_uri(folder, number))
@@ -181,12 +185,12 @@ def read_batches(folder: str, manifest: DeltaManifest, operation: Operation) -> 
         operation: Operation of the files.
 
     Raises:
-        UnusableDeltaError: A file is missing or damaged, or does not have the format of deltas.
+        UnusableDeltaError: A file is missing, damaged or cannot be read, or does not have the format of deltas.
     """
     for name, entry in manifest.files.get(operation, {}).items():
         try:
             yield from _read_file(join_uri(folder, f"{DELTAS_FOLDER}/{name}"), entry, make_arrow_schema(operation))
-        except (OSError, ValueError, StructError, pa.ArrowException) as error:
+        except (OSError, ValueError, StructError, pa.ArrowException, DataError) as error:
             raise UnusableDeltaError(f"{name}: {get_first_line(error)}") from None
 
 
@@ -203,7 +207,7 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
             with filesystem.open_input_stream(path) as file:
                 content = file.read_buffer(entry.bytes)
     if content.size != entry.bytes:
-        raise UnusableDeltaError(f"the file does not have the size of {entry.bytes:,} bytes in the manifest")
+        raise UnusableDeltaError(f"the path is not a file of {entry.bytes:,} bytes, the size in the manifest")
     if hashlib.sha256(content).hexdigest() != entry.sha256:
         raise UnusableDeltaError("the file differs from its checksum in the manifest")
     # The messages are read in file order; the footer, which could point to other positions, is not used.
@@ -221,6 +225,10 @@ def _read_file(uri: str, entry: FileEntry, schema: pa.Schema) -> list[pa.RecordB
 
 def select_tables(batch: pa.RecordBatch, tables: Container[str]) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the name of each of `tables` that occurs in a batch, and the positions of its rows in the batch, int64 [n].
+
+    Args:
+        batch: Batch of a file of the operation rows or ids.
+        tables: Names of tables; rows of other tables are ignored.
 
     Raises:
         UnusableDeltaError: The dictionary of the batch names more than MAX_NAMES tables.

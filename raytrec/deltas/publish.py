@@ -14,7 +14,7 @@ from torch import nn
 
 from raytrec.checkpoint.state import LogicalState
 from raytrec.common.collectives import Peers
-from raytrec.common.errors import RunError
+from raytrec.common.errors import DataError, RunError
 from raytrec.config.run_config import RunConfig
 from raytrec.deltas.chain import list_exports, read_stream
 from raytrec.deltas.changes import IdChanges, IdRowChanges, RowChanges, RowPiece, TakenRows, count_bytes, iterate_pieces
@@ -44,9 +44,9 @@ class DeltaPublisher:
 
     Args:
         config: Configuration of the run.
-        model: Sharded model.
+        model: Sharded model, on whose lookups hooks are registered.
         state: Live state of the model.
-        managed: Maps of managed ids; None if no table has managed ids.
+        managed: Maps of managed ids, whose `on_write` and `on_assign` are replaced; None if no table has managed ids.
         position: Entry "deltas" of the restored checkpoint; {} if the checkpoint has no such entry, and None at the
             start of the run.
         step: Step of the current state.
@@ -55,7 +55,10 @@ class DeltaPublisher:
         warn: Function called with a warning for the user.
 
     Attributes:
-        written: Step → number of the newest delta that leads to the step; only for recent deltas.
+        written: Step → number of the newest delta that leads to the step, for the last 9 deltas of this process.
+
+    Raises:
+        RunError, DataError: As for `read_stream`.
     """
 
     def __init__(
@@ -95,7 +98,8 @@ class DeltaPublisher:
     def take_request(self) -> bool:
         """Return True if export.deltas.every_s seconds have passed since the last `cut`, and no delta is being written.
 
-        After True, the result is False until the next `cut`.
+        The time before the first `cut` is measured from construction. After True, the result is False until the next
+        `cut`.
         """
         is_busy = self._is_requested or not (self._running is None or self._running.done())
         self._is_requested |= not is_busy and monotonic() - self._cut_at >= self._section.every_s
@@ -105,7 +109,7 @@ class DeltaPublisher:
         """Return True if the folder contains no complete full export; False if the store cannot be read."""
         try:
             return not list_exports(self._folder)
-        except OSError:
+        except (OSError, DataError):
             return False
 
     def mark_all(self) -> None:
@@ -114,6 +118,8 @@ class DeltaPublisher:
 
     def cut(self, step: int, last: bool = False) -> dict[str, Any]:
         """Start to write a delta that leads to the current state, and return as soon as training may continue.
+
+        Waits for the previous delta, and for this one if this rank's changed rows exceed MAX_COPY_BYTES.
 
         Args:
             step: Number of training steps completed in the run. Ids of later batches must not have been mapped yet.
@@ -139,6 +145,8 @@ class DeltaPublisher:
     def collect(self, block: bool = True) -> None:
         """Process the outcome of the last delta. If the delta was not written, the next delta includes its changes.
 
+        `warn` is called for the first of several consecutive failures, and for a failure of the run's last delta.
+
         Args:
             block: True to wait for the outcome; False to return if it is not known yet.
         """
@@ -154,9 +162,9 @@ class DeltaPublisher:
             for part, rows in self._cut.rows:
                 part.mark(rows)
             self._ids.put_back(self._cut.ids)
-            if not self._has_failed:
+            if not self._has_failed or self._cut.last:
                 failure = f"delta {outcome.number + 1} was not written: {outcome.error}"
-                self._warn(f"{failure}; training continues, and the next delta will contain its changes")
+                self._warn(f"{failure}; if training continues, the next delta will contain its changes")
         self._cut, self._has_failed = None, outcome.error is not None
 
     def wait_until_written(self) -> None:

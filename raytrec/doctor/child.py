@@ -135,7 +135,11 @@ def _find_load_error(torch: Any) -> OSError | None:
 
 
 def use_gpu() -> dict[str, Any]:
-    """Run an FBGEMM operator on the first GPU visible to this process, and return {"name": name of the GPU}."""
+    """Run an FBGEMM operator on the first GPU visible to this process, and return {"name": name of the GPU}.
+
+    Raises:
+        Exception: There is no usable GPU, FBGEMM cannot be imported, or the operator failed.
+    """
     import torch
 
     check_gpu("this host")
@@ -213,12 +217,14 @@ def _diagnose_gpu(name: str, kind: tuple[str, tuple[int, int]]) -> Diagnosis:
 def write_rates(file: Path, ranks: int | None) -> None:
     """Measure the hardware rates of this machine, and write them to a file for `raytrec plan --rates`.
 
+    Progress is printed to stderr.
+
     Args:
         file: JSON file to write.
         ranks: Number of ranks; default: one for each GPU, or 2 without GPUs or with packages for CPUs.
 
     Raises:
-        RunError: A rank failed, or the file cannot be written.
+        RunError: A rank failed or took too long, or the file cannot be written.
     """
     gpus = list_usable_gpus() if get_build_device() == "cuda" else []
     rates = measure_rates(ranks or len(gpus) or 2, lambda line: print(line, file=sys.stderr))
@@ -236,7 +242,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
         show: Function called with each line of output about the measurement.
 
     Raises:
-        RunError: A rank failed.
+        RunError: A rank failed, or took longer than MEASURE_TIMEOUT_PER_RANK_S × `ranks`.
     """
     from raytrec.planning.probe import ROUNDS, compute_rates, take_samples
 

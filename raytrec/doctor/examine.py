@@ -97,7 +97,7 @@ def examine(
     """Examine this host, or every node of a cluster. Errors become diagnoses instead of exceptions.
 
     If the cluster cannot be joined, only this host is examined. The checks change nothing, except that temporary files
-    are written to `storage` and removed.
+    are written to `storage` and removed. They start short processes and, on a cluster, listen on free ports.
 
     Args:
         address: Address as in scaling.address; default: RAY_ADDRESS or the cluster of the job, else this host
@@ -125,6 +125,9 @@ def diagnose(config: RunConfig | None, address: str | None, storage: list[str]) 
         config: Resolved configuration, whose cluster, run folder and checkpoint folder are also examined, or None.
         address: As in `examine`.
         storage: As in `examine`; paths may be relative.
+
+    Raises:
+        ConfigError: A Ray job passes a relative path.
     """
     places = [make_absolute(uri) for uri in storage]
     if config:
@@ -206,7 +209,10 @@ def anonymize_examination(examination: Examination) -> Examination:
 
 
 def to_json_values(examination: Examination) -> dict[str, Any]:
-    """Return an examination as JSON values: failures and warnings (counts), hosts, raytrec (version), and checks."""
+    """Return an examination as JSON values: failures and warnings (counts), hosts, raytrec (version), and checks.
+
+    `checks` lists the attributes of each Diagnosis.
+    """
     rows = [
         asdict(each) | {"finding": to_plain_text(each.finding), "do": to_plain_text(each.do)}
         for each in examination.diagnoses

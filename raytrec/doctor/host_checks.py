@@ -93,7 +93,7 @@ def diagnose_error(error: Exception) -> Diagnosis:
     if isinstance(error, ModuleNotFoundError):
         return Diagnosis(FAILURE, f"{error.name} is not installed", "install it (docs/install.md)")
     if isinstance(error, TimeoutError):
-        return Diagnosis(FAILURE, get_first_line(error), "check whether this host waits for a shared file system")
+        return Diagnosis(FAILURE, get_first_line(error), "find out why this host is slow; a shared mount may hang")
     if not isinstance(error, RaytrecError):
         what = f"the check itself failed: {type(error).__name__}: {get_first_line(error)}"
         return Diagnosis(FAILURE, what, "report this with `raytrec doctor --share`")

@@ -93,7 +93,10 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
 
 
 def listen(address: str, keep: bool = True) -> int:
-    """Listen on a free port of an address, and return the port; with keep=False, stop listening before returning."""
+    """Listen on a free port of an address (or, if no interface has it, of all addresses), and return the port.
+
+    If `keep` is True, the socket stays open until this process ends; otherwise, it is closed before returning.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.bind((address, 0))
@@ -196,7 +199,10 @@ def join_group(
 
 
 def time_all_reduce_in_child(*arguments: Any) -> dict[str, Any]:
-    """Call `join_group` in a child process, with its arguments except the timeout, and return its result."""
+    """Call `join_group` in a child process, with its arguments except the timeout, and return its result.
+
+    Errors are as for `run_child`.
+    """
     return run_child(join_group, *arguments, COLLECTIVE_TIMEOUT_S, limit_s=CHILD_TIMEOUT_S)
 
 

@@ -167,7 +167,10 @@ def open_nodes(address: str | None) -> Iterator[ThisHost]:
 
 
 def describe_packages() -> dict[str, str]:
-    """Return name → version of Python and of packages, with a hash of each package's files, and of raytrec's code."""
+    """Return name → version of Python and of packages, with a hash of each package's files, and of raytrec's code.
+
+    Packages that are not installed are omitted.
+    """
     versions = {"Python": platform.python_version(), "raytrec's code": compute_code_hash()}
     for package in (*PACKAGES[1:], "numpy", "pyarrow"):
         try:
@@ -206,7 +209,10 @@ def check_same_packages(nodes: ThisHost) -> Diagnoses:
 
 
 def check_clocks(nodes: ThisHost) -> Diagnoses:
-    """Check that each node's clock differs from this host's clock by at most WARNING_SKEW_S plus the uncertainty."""
+    """Check that each node's clock differs from this host's clock by at most WARNING_SKEW_S plus the uncertainty.
+
+    Nodes that do not respond are left out.
+    """
     skews: dict[str, tuple[float, float]] = {}
     for number, name in enumerate(nodes.names):
         for _ in range(CLOCK_MEASUREMENTS):
@@ -252,7 +258,7 @@ def write_and_read(uri: str, name: str) -> str:
 
 
 def find_missing_files(uri: str, names: list[str]) -> list[str]:
-    """Return the file names that this host does not find in a storage folder."""
+    """Return the file names that this host does not find in a storage folder; raise OSError or DataError on failure."""
     from pyarrow import fs
 
     filesystem, folder = open_filesystem(uri)

@@ -40,7 +40,8 @@ class CheckResult:
             gradient, weights or state; name is a feature, table, optimizer state or dense parameter. absolute is
             the largest difference, error is its ratio to the reference (checks.parity.compare.Finding), and limit is
             the largest error that passes. Values that are not finite are None.
-        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks (list of ranks with the table)}.
+        plan: One mapping per table: {table, sharding_type, compute_kernel, ranks (list of ranks with the table)}; the
+            plan is that of the full tables.
         path: Folder that contains check.json.
         world_size: Number of workers.
         seconds: Duration of the check in seconds.
@@ -64,7 +65,11 @@ class CheckResult:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Return metrics by name, such as passed, failed and, from each check's worst comparison, check.CHECK.error."""
+        """Return the metrics of check.json and MLflow by name.
+
+        These are passed, comparisons, failed, world_size, seconds, mlflow_run_id, and, from each check's worst
+        comparison, check.CHECK.error and check.CHECK.absolute.
+        """
         figures = {
             "passed": self.passed,
             "comparisons": len(self.findings),
@@ -106,7 +111,9 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
 
     Raises:
         ConfigError, SchemaError: The input is invalid or does not fit the cluster, or MLflow's store cannot be opened.
-        RunError: Ray cannot be started or joined, a worker failed, or the folder cannot be created.
+        DataError: A path is not valid, or its store cannot be reached.
+        RunError: Ray cannot be started or joined, a worker failed, or the folder cannot be written.
+        Interrupted: Ctrl-C or SIGTERM ended the check.
 
     Example:
         >>> raytrec.check("films.yaml", ["plan.sharding_types=[row_wise]"]).passed
@@ -119,7 +126,8 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     folder = Path(config.run.dir)
     schema = Schema.load(config.data.schema_uri).model_copy(update={"candidates": []})
     check_fit(config, schema, on_this_machine=False)  # the tables of the check are small
-    with convert_os_errors("cannot create the folder of the check", where=str(folder)):
+    fault = "cannot write the folder of the check"
+    with convert_os_errors(fault, where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)
     status = "FAILED"
     with RunConsole(config.run.name) as console:
@@ -144,8 +152,9 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
                 next_steps=[describe_store(delivery.uri)] if delivery else [],
                 **comparison,
             )
-            write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
-            append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
+            with convert_os_errors(fault, where=str(folder)):
+                write_json(folder / CHECK_RESULT, result.metrics | {"plan": result.plan, "findings": result.findings})
+                append_line(folder, Compared(step=0, unix_s=time(), figures=result.metrics))
             status = "FINISHED" if result.passed else "FAILED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -156,7 +165,7 @@ def check(source: str | Path | dict | RunConfig, overrides: Overrides | None = N
     return result
 
 
-CHECK_LABELS = {
+CHECK_LABELS = {  # check → its name in the table
     "forward": "pooled embeddings",
     "gradient": "gradient",
     "weights": "weights, 20 steps",
@@ -167,9 +176,8 @@ CHECK_LABELS = {
 def print_check(result: CheckResult) -> None:
     """Print a table of each check's worst comparison to stdout, then all failed comparisons and the next steps."""
     console = open_console()
-    console.print(
-        to_bold_text(result.name) + Text(f": {result.world_size} workers against one process"), soft_wrap=True
-    )
+    title = to_bold_text(result.name) + Text(f": {result.world_size} workers against one process")
+    console.print(title, soft_wrap=True)
     table = Table()
     for column in ("check", "compared", "max abs error", "relative", "limit", "result"):
         table.add_column(column, justify="left" if column in ("check", "result") else "right")

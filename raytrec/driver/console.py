@@ -14,7 +14,7 @@ from rich.text import Text
 
 from raytrec.cluster.session import is_job_driver
 from raytrec.common.formatting import format_count
-from raytrec.common.messages import ENDED_EARLY, PROFILED
+from raytrec.common.messages import ENDED_EARLY, PROFILED, Command
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.metrics.results import build_slice_tables, format_result
 from raytrec.metrics.selection import read_metric_displays
@@ -76,7 +76,7 @@ class RunConsole:
     def start(
         self, total: int, step: int = 0, workers: int = 0, metrics: list[dict[str, Any]] | None = None, **_: Any
     ) -> None:
-        """Show that training begins.
+        """Show that training or prediction begins; in a job's log, also write the arguments as a JSON line.
 
         Args:
             total: Number of steps in the whole run.
@@ -86,30 +86,42 @@ class RunConsole:
         """
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
-        self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
+        values = {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
+        lines.write_message("start", values, self._console.file)
         if step:
             self.note(f"resuming at step {step} with {format_count(workers, 'worker')}")
 
-    def event(self, event: str, cause: str = "", reason: str = "", again: bool = False, **_: Any) -> None:
-        """Show an event that concerns the user, such as a failure followed by a restart; ignore all other events."""
-        if event == "failed" and again:  # otherwise, the command prints the error that ends the run
+    def event(self, event: str, cause: str = "", reason: str = "", **details: Any) -> None:
+        """Show an event that concerns the user, such as a failure followed by a restart; ignore all other events.
+
+        Args:
+            event: Name of the event (messages.Event).
+            cause: Cause of the event, for "failed" and "waiting".
+            reason: Reason of the event, for all others.
+            **details: For "failed", `again`: True if the workers restart; for "asked", `command`: name of the command.
+        """
+        if event == "failed" and details.get("again"):  # otherwise, the command prints the error that ends the run
             self.warn(f"{cause}; restarting")
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
-            self.note(f"{reason}: saving a checkpoint")
+            is_restart = details.get("command") == Command.RESTART.name  # not every command saves a checkpoint
+            self.note(f"{reason}: {'asking the workers to restart' if is_restart else 'saving a checkpoint'}")
         elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
         elif event == PROFILED:
             self.note(f"{event} {reason}")
 
     def check(self, check: str, step: int, passed: bool, text: str, **_: Any) -> None:
-        """Show a failed live check; passed checks are not shown."""
+        """Show a failed live check (messages.Outcome); passed checks are not shown."""
         if not passed:
             self.warn(f"check {check} failed at step {step}: {text}")
 
     def saved(self, step: int, error: str | None, **_: Any) -> None:
-        """Print, unless stderr is a terminal, that a checkpoint has been written; print nothing if `error` is set."""
+        """Print that a checkpoint has been written, unless `error` is set or stderr is a terminal.
+
+        The line is skipped if the previous plain line is less than 10 s old.
+        """
         self._unsaved_step = step if error else None
         if not error:
             self._plain(f"step {step}: checkpoint saved", always=False)
@@ -126,28 +138,36 @@ class RunConsole:
         """Print the run folder for clients that follow a job; do nothing if this process is not the driver of a job."""
         if is_job_driver():
             self.note(f"run folder {folder}")
-            self._write_message(lines.FOLDER, {lines.FOLDER: folder})
+            lines.write_message(lines.FOLDER, {lines.FOLDER: folder}, self._console.file)
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
-        """Show the progress of training, its speed, and the values of its metrics at a step."""
+        """Show the progress of training or prediction, its speed, and the values of its metrics at a step.
+
+        If stderr is not a terminal, at most one line is printed every 10 s, except at the last step.
+
+        Args:
+            step: Number of completed steps.
+            rows_per_s: Rows per second over all ranks; None: not shown.
+            **values: Metrics by name; only losses and metrics of training are shown.
+        """
         figures = lines.named((each for each in self._figures if each.sums and each.is_directed), values)
         text = lines.progress(step, self._total, rows_per_s, figures)
         self._progress.update(self._task, completed=step, figures=text)
         remaining_s = self._estimate_remaining_s(step)
         line = text if remaining_s is None else f"{text}  {lines.remaining(remaining_s)}"
         if self._plain(line, always=step == self._total):
-            self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
+            lines.write_message("train", {"step": step, "rows_per_s": rows_per_s, **values}, self._console.file)
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
-        """Show the values of an evaluation's metrics at a step; curves and slices are not shown."""
+        """Show the values of an evaluation's metrics (`values`) at a step; curves and slices are not shown."""
         text = lines.evaluation(step, lines.named(self._figures, values))
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {to_plain_text(text)}")
         self._plain(text, always=True)
-        self._write_message("eval", {"step": step, **values})
+        lines.write_message("eval", {"step": step, **values}, self._console.file)
 
     def _estimate_remaining_s(self, step: int) -> float | None:
-        """Estimate the seconds until the last step from the speed since the first metrics; None if unknown."""
+        """Estimate the seconds until the last step from the speed since the first metrics; None at first."""
         now = monotonic()
         began, first = self._begin = self._begin or (now, step)
         return (now - began) / (step - first) * (self._total - step) if step > first else None
@@ -167,10 +187,6 @@ class RunConsole:
         self._last_plain = now
         self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
         return True
-
-    def _write_message(self, kind: str, values: dict[str, Any]) -> None:
-        """Write a JSON line for programs that follow a job; outside of a job, do nothing."""
-        lines.write_message(kind, values, self._console.file)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from raytrec.common.formatting import format_count
 from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command, Event, Message, compute_heartbeat_interval
 
 HEARTBEAT_TIMEOUT_S = 3.0  # without a heartbeat for this time (at least 3 intervals), a process hangs or has ended
-PHASES = {
+PHASES = {  # phase of a rank (WorkerContext.enter_phase; "step" while training) → description for messages
     "start": "starting",
     "plan": "building the model",
     "restore": "restoring",
@@ -45,7 +45,7 @@ GPU_PHASE_TEXTS = {
     "optimizer": "in the optimizer",
     "other": "",
 }
-COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"
+COORDINATOR_LOST = "the run's coordinator, an actor on the driver's node, has ended"  # Coordinator.cause
 # Phases with a longer timeout (launch.PHASE_TIMEOUT_S), because they can take minutes, and end or fail by themselves.
 SLOW_PHASES = PHASES.keys() - {"step"}
 
@@ -59,7 +59,7 @@ class Progress(NamedTuple):
         phase: One of PHASES.
         where: Code that the rank is executing if it makes no progress, as "function, folder/file:line"; empty while
             the rank makes progress.
-        waiting: True if the rank waits for other ranks.
+        waiting: True if the rank waits for other ranks; False while the rank makes progress.
         unfinished: First (step, phase) that the GPU has not finished; the phase is a key of GPU_PHASE_TEXTS, or ""
             if unknown. None if the GPU has finished all steps, on CPUs, and while the rank makes progress.
     """
@@ -73,7 +73,10 @@ class Progress(NamedTuple):
 
     @property
     def behind(self) -> tuple[int, int, bool, float, int]:
-        """Return a key that sorts the rank furthest behind first; `waiting` (False first) and GPUs break ties."""
+        """Return a key that sorts the rank furthest behind first.
+
+        The key contains step, ticks, `waiting` (False first), and step and phase in `unfinished` (None last).
+        """
         step, phase = self.unfinished or (inf, "")
         place = list(GPU_PHASE_TEXTS).index(phase) if phase in GPU_PHASE_TEXTS else len(GPU_PHASE_TEXTS)
         return self.step, self.ticks, self.waiting, step, place
@@ -108,11 +111,12 @@ class Coordinator:
     """Coordinator of a run, started as a Ray actor by `start_coordinator`.
 
     Args:
-        hang_timeout_s: Seconds without progress of any rank after which the worker group is aborted in training steps,
-            and in every phase if a rank sends no heartbeats.
-        patience_s: Seconds without progress of any rank after which the worker group is aborted in SLOW_PHASES.
+        hang_timeout_s: Seconds without progress of any rank after which the worker group is aborted, if the rank
+            furthest behind is in a training step, or a rank sends no heartbeats.
+        patience_s: Seconds without progress of any rank after which the worker group is aborted otherwise
+            (SLOW_PHASES).
         again: Function that returns True if this actor replaces an actor whose process has ended. The earlier
-            actor's state is lost: ranks learn that their group is unknown, end, and are restarted.
+            actor's state is lost: ranks learn that their group is unknown, end, and are restarted. Default: False.
     """
 
     def __init__(self, hang_timeout_s: float, patience_s: float, again: Callable[[], bool] = lambda: False):
@@ -131,7 +135,10 @@ class Coordinator:
         self._messages.put_nowait(message)
 
     async def get(self, timeout: float) -> list[Message]:
-        """Return and remove all queued messages; if there are none, wait at most `timeout` seconds for the first."""
+        """Return and remove all queued messages; if there are none, wait at most `timeout` seconds for the first.
+
+        The result is empty after the timeout, or if `release` ends the wait.
+        """
         messages = []
         if timeout and self._messages.empty():
             with suppress(TimeoutError):
@@ -153,7 +160,8 @@ class Coordinator:
         """Register a rank that begins, and return the number of worker groups that were started before its group.
 
         `attempt` identifies the worker group: each start of a group is a new attempt. The first rank of a new
-        attempt clears the last failure and all commands except STOP.
+        attempt clears the last failure and all commands except STOP, and its start is reported to the driver. `world`
+        is the number of ranks; the other arguments are those of RankState.
         """
         if attempt != self._attempt:
             self._attempt, self._attempts, self._members = attempt, self._attempts + 1, {}
@@ -192,14 +200,17 @@ class Coordinator:
         return attempt == self._attempt and self._command != Command.ABORT
 
     async def leave(self, attempt: str, rank: int) -> None:
-        """Remove a rank that has finished its work."""
+        """Remove a rank that has finished its work; do nothing if `attempt` is not the current attempt."""
         if attempt == self._attempt:
             self._members.pop(rank, None)
 
     # Commands.
 
     async def ask(self, command: int, reason: str) -> None:
-        """Send a command to all ranks (with their next heartbeats) if it is higher than the current command."""
+        """Send a command to all ranks (with their next heartbeats) if it is higher than the current command.
+
+        The driver then shows `reason` to the user.
+        """
         if command > self._command:
             self._command = Command(command)
             self._report_event("asked", command=self._command.name, reason=reason)
@@ -210,25 +221,28 @@ class Coordinator:
 
     async def waiting(self, room: int, least: int) -> None:
         """Report that the cluster has room for `room` workers only, fewer than the required `least`."""
-        self._report_event("waiting", cause=f"there is room for {format_count(room, 'worker')}; waiting for {least}")
+        found = f"the cluster has room for {format_count(room, 'worker')}"
+        self._report_event("waiting", cause=f"{found}; waiting for room for {least} (scaling.num_workers)")
 
     # Failures.
 
     async def failed(self, rank: int | None, cause: str, dead: bool, again: bool) -> None:
-        """Record a failure of the worker group, and report its cause to the driver.
+        """Record a failure of the worker group, report its cause to the driver, and abort ranks that still run.
+
+        A cause that is already known, such as a hang, is kept unless `rank` is None.
 
         Args:
             rank: Rank that failed; None if the group did not start.
             cause: Sentence that describes the failure; if `dead` is False, possibly a consequence of another failure.
             dead: True if the cause is known: a process or node that was lost, or an error of the rank itself. If
-                False, a rank that stops sending heartbeats is reported as the cause instead.
+                False, a rank that becomes silent within the next 4 intervals is reported as the cause instead.
             again: True if the group is restarted.
         """
         if not dead and not self._cause:
             for _ in range(round(40 * self._beat_s)):  # find a rank that is silent while others fail
                 if silent := self._list_silent_ranks(3 * self._beat_s):
                     step = silent[0].progress.step
-                    rank, cause = silent[0].rank, f"{silent[0]} died or was disconnected at step {step}"
+                    rank, cause = silent[0].rank, f"{silent[0]} died, hangs or was disconnected at step {step}"
                     break
                 await asyncio.sleep(0.1)
         self._cause = cause if rank is None else self._cause or cause
@@ -270,7 +284,7 @@ class Coordinator:
             return None
         others = [m for m in members if m is not culprit]
         if silent:
-            finding = f"{culprit} hangs: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
+            finding = f"{culprit} hangs or has ended: no heartbeat for {now - culprit.last_heartbeat_at:.0f} s"
         elif last.unfinished:
             alone = not others or len({m.progress.unfinished for m in members}) > 1
             (step, phase), whose = last.unfinished, "its GPU has not" if alone else "no GPU has"
@@ -281,8 +295,9 @@ class Coordinator:
         else:
             finding = f"{culprit} has made no progress for {idle:.0f} s"
         where = f", {PHASES[last.phase]}" + (f" ({last.where})" if last.where else "")
-        place = others[0].progress.where if others else ""
-        waiting = f"; rank {others[0].rank} waits at {place}" if place else ""
+        other = others[0].progress if others else Progress()
+        verb = "waits" if other.waiting else "is"
+        waiting = f"; rank {others[0].rank} {verb} at {other.where}" if other.where else ""
         return f"{finding} at step {last.step}{where}{waiting}"
 
     def _kill_silent_ranks(self) -> None:
@@ -304,7 +319,10 @@ def _kill(pid: int) -> None:
 
 
 def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
-    """Start a Coordinator on this node, and return the actor. It ends with the driver; Ray restarts it if it dies."""
+    """Start a Coordinator on this node, and return the actor, which ends with the driver; Ray restarts it if it dies.
+
+    The arguments, in seconds, are those of Coordinator.
+    """
     import ray
 
     placement = pin_to_node(ray.get_runtime_context().get_node_id())
@@ -313,7 +331,7 @@ def start_coordinator(hang_timeout_s: float, patience_s: float) -> Any:
 
 
 def fetch(method: Any, default: Any) -> Any:
-    """Call a method of the coordinator. Return its result, or `default` on an error of Ray or after 10 s."""
+    """Call a method of the coordinator without arguments; return `default` on an error of Ray or after 10 s."""
     import ray
 
     try:

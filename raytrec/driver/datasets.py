@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.config.tasks import TowerName
 from raytrec.config.transforms import OnColumns
-from raytrec.data.arrow import find_column, is_list, plain, type_at
+from raytrec.data.arrow import AmbiguousColumnError, find_column, is_list, plain, type_at
 from raytrec.data.files.footers import read_footer
 from raytrec.data.files.listing import join_folder_names, list_files
 from raytrec.data.fragments import Dataset, scan
@@ -34,7 +35,7 @@ MAX_HOLDOUT_ROWS = 100_000  # approximate maximum number of rows that data.holdo
 
 
 def select_tower_schema(config: RunConfig, schema: Schema, tower: TowerName, where: str) -> Schema:
-    """Return a schema reduced to the features of one tower.
+    """Return a schema reduced to the features of one tower (docs/retrieval.md).
 
     Args:
         config: Configuration of the run.
@@ -75,7 +76,8 @@ def open_inputs(
         trained: Sparse feature → True if its training ids are text; ids in the files must be of this kind. None: any.
 
     Raises:
-        DataError: Files are missing or unreadable, or their columns or types do not match the schema.
+        DataError: There are no files or rows, a transform fails, files cannot be read, or their columns or types do
+            not match the schema. With data.on_error=skip, errors of single files are in Dataset.left_out instead.
     """
     transforms = select_needed_transforms(tuple(config.data.transforms), [*schema.inputs, *reserve_columns])
     named_by = dict.fromkeys(reserve_columns, reserved_by)
@@ -87,10 +89,12 @@ def open_inputs(
 def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]) -> Schema:
     """Return the run's schema without candidates, for predictions, indexes and exports, which score rows one by one.
 
-    If the schema has candidates, the types of their columns are read from the footer of the first file in `places`.
+    If the schema has candidates, the types of their columns are read from the footer of the first file in `places`
+    (Parquet files or folders of --data).
 
     Raises:
-        DataError: A column of the first file contains lists of candidates, or there is no readable file.
+        DataError: A column of the first file contains lists of candidates, there is no file, or the first file cannot
+            be read.
     """
     if not schema.candidates:
         return schema
@@ -99,14 +103,15 @@ def to_example_schema(config: RunConfig, schema: Schema, places: str | list[str]
     columns = [schema.get_ids_column(name) if name in schema.sparse else name for name in names]
     transforms = tuple(each for each in config.data.transforms if isinstance(each, OnColumns))
     for name in resolve_input_columns(select_needed_transforms(transforms, columns), columns):
-        path = find_column(arrow, name)
-        if path and is_list(plain(type_at(arrow, path))):
-            raise DataError(
-                f"column '{name}' contains lists of candidates",
-                where=join_folder_names(places),
-                expected="one row for each candidate, because scores and vectors are computed row by row",
-                do="pass files with one row per candidate; candidates in schema.yaml are for training only",
-            )
+        with suppress(AmbiguousColumnError):  # `scan` reports the name
+            path = find_column(arrow, name)
+            if path and is_list(plain(type_at(arrow, path))):
+                raise DataError(
+                    f"column '{name}' contains lists of candidates",
+                    where=join_folder_names(places),
+                    expected="one row for each candidate, because scores and vectors are computed row by row",
+                    do="pass files with one row per candidate; only training and evaluations read lists of candidates",
+                )
     return schema.model_copy(update={"candidates": []})
 
 
@@ -127,7 +132,7 @@ def open_items(
 
     Raises:
         ConfigError: The model does not produce query and item vectors.
-        DataError: The files are invalid, an item has no unique key, or columns of the data contain other keys.
+        DataError: As in `open_inputs`; or an item has no unique key, or columns of the data contain other keys.
     """
     section = config.eval.retrieval
     if section is None:
@@ -147,7 +152,8 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
     """Check that the model reads single rows of the tables in model.lookup_l2, not vectors pooled from several rows.
 
     Raises:
-        ConfigError: A feature that looks up one of these tables contains lists of ids, whose vectors are pooled.
+        ConfigError: A feature that looks up one of these tables contains lists of ids, whose vectors are pooled, or
+            has weights; or model.lookup_l2 names an unknown table.
     """
     by_id = resolve_features(schema, config.model).sequences
     for feature in config.model.l2_factors(schema):
@@ -157,7 +163,7 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
                 where="model.lookup_l2",
                 expected="tables of features with one id per row, or of sequences that are read id by id",
                 do="set model.lookup_l2={TABLE: …} without the table of this feature, "
-                f"{schema.sparse[feature].table}, or use weight_decay for the table",
+                f"{schema.sparse[feature].table}, or use optim.tables.{schema.sparse[feature].table}.weight_decay",
             )
 
 
@@ -191,6 +197,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
 
     Raises:
         ConfigError, SchemaError, DataError: The schema or data are missing, invalid, or do not match the config.
+        CheckpointError: data.schema is the index of a checkpoint that cannot be read or is damaged.
     """
     data = config.data
     list_files(data.train, "data.train")  # report missing data before the missing schema next to it
@@ -240,10 +247,11 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
 
     Args:
         train: Training data.
-        share: Share of rows to hold out (data.holdout); "auto": a tenth, at most about MAX_HOLDOUT_ROWS rows.
+        share: Share of rows to hold out (data.holdout), rounded to 1/n; "auto": a tenth, at most about
+            MAX_HOLDOUT_ROWS rows.
 
     Returns:
-        {"train": remaining rows, "valid": held-out rows}, or {"train": all rows} if no row group has enough rows.
+        {"train": remaining rows, "valid": held-out rows}, or {"train": all rows} if no row group has n rows.
     """
     every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
     remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
@@ -272,7 +280,7 @@ def open_dataset(
 
     Raises:
         ConfigError: A task is invalid, or a column by which rows are grouped is not in data.reserve_columns.
-        DataError: Files are missing or unreadable, or their columns or types do not match the configuration.
+        DataError: As in `open_inputs`; or the values of a task's column of item frequencies have a wrong type.
     """
     data, tasks = config.data, resolve_tasks(config.tasks, schema)
     check_group_columns(tasks, config.eval.slices, data.reserve_columns)
@@ -288,6 +296,10 @@ def open_dataset(
 
 def check_usable_rows(dataset: Dataset, *, to_train: bool = False) -> None:
     """Check in the footers that every task in training, or at least one task in an evaluation, can use some rows.
+
+    Args:
+        dataset: Dataset to check.
+        to_train: True for training data, False for data of an evaluation.
 
     Raises:
         DataError: In training data, a task can use no row; in other data, no task can use any row.
@@ -313,7 +325,11 @@ def show_file_counts(console: RunConsole, datasets: Mapping[str, Dataset]) -> No
 
 
 def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str]:
-    """Record in skipped.jsonl of a folder which files data.on_error=skip skips, and return a warning for each file."""
+    """Record in skipped.jsonl of a folder which files data.on_error=skip skips, and return a warning for each file.
+
+    Raises:
+        OSError: skipped.jsonl cannot be written.
+    """
     faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:

@@ -33,7 +33,7 @@ class DeltaExports:
 
     Raises:
         ConfigError: The folder contains deltas of another or an unknown run, or is the run or checkpoint folder.
-        RunError: The folder cannot be read or written.
+        RunError, DataError: The folder or the run folder cannot be read or written (DataError: opened).
     """
 
     def __init__(self, config: RunConfig, warn: Callable[[str], None]):
@@ -52,12 +52,15 @@ class DeltaExports:
                 unpin(get_step_folder(config.checkpoint_root, step))
 
     def add(self, saved: Saved) -> None:
-        """Remember a saved checkpoint as the next to export, if it was saved successfully and has a delta."""
+        """Remember a saved checkpoint as the next to export, unless the save failed or wrote no delta."""
         if saved.delta is not None and saved.error is None:
             self._saved = saved
 
     def poll(self) -> None:
-        """Handle the end of an export, and start the next export if it is due; return at once."""
+        """Handle the end of an export, and start the next export if it is due; do not wait.
+
+        If an export fails, the user is warned, and the next checkpoint with a delta is exported when it is due.
+        """
         if self._process is not None and self._process.poll() is not None:
             self._end_export(self._process.returncode)
         saved = self._saved
@@ -67,7 +70,10 @@ class DeltaExports:
             self._start_export(saved)
 
     def finish(self, show_phase: Callable[[str, bool], None]) -> None:
-        """Wait for the export in progress and, if it is due, for one more export; show both with `show_phase`."""
+        """Wait for the export in progress and, if it is due, for one more export.
+
+        `show_phase` is called repeatedly with a text for the user, and with False (RunConsole.phase).
+        """
         self.poll()
         while self._process is not None:
             show_phase(f"exporting step {self._exporting.step} for services that follow the run", False)
@@ -75,7 +81,7 @@ class DeltaExports:
             self.poll()
 
     def close(self) -> None:
-        """Terminate the export in progress, if any."""
+        """Terminate the export in progress, if any, and wait for the end of its process."""
         if self._process is not None:
             self._process.terminate()
             self._process.wait()
@@ -98,7 +104,9 @@ class DeltaExports:
         self._unpin()
         if code:
             self._errors.seek(0)
-            reason = get_last_line(self._errors.read().decode(errors="replace"), f"exit code {code}")
+            output = "\n" + self._errors.read().decode(errors="replace")
+            _, error, message = output.rpartition("\nerror: ")  # the parts of an error follow in further lines
+            reason = get_last_line(message.partition("\n")[0] if error else message, f"exit code {code}")
             self._warn(f"step {saved.step} was not exported for services that follow the run: {reason}")
         self._clean_up()
 

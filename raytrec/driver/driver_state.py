@@ -55,7 +55,8 @@ class DriverRecord(TypedDict, total=False):
 def record_driver(folder: Path) -> Iterator[float]:
     """Record in driver.json of a run folder that this process drives the run and, after the block, how the block ended.
 
-    Unless stderr is a terminal, text written to stderr is also appended to run.log.
+    Unless stderr is a terminal, text written to stderr is also appended to run.log. Write errors are ignored, because
+    the run itself reports a full disk.
 
     Yields:
         Total duration of all earlier drivers of the run in seconds.
@@ -89,7 +90,7 @@ def record_driver(folder: Path) -> Iterator[float]:
 
 
 def read_driver_record(folder: Path) -> DriverRecord:
-    """Return the content of driver.json in a run folder, or {} if the file is missing or invalid."""
+    """Return the content of driver.json in a run folder, or {} if the file is missing, unreadable or invalid."""
     return find_document(str(folder / DRIVER_RECORD_FILE), DriverRecord) or {}
 
 
@@ -107,7 +108,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a driver record is alive, False if not; None for another host or no record ({})."""
+    """Return True if the process of a driver record runs, False if it has ended; None for another host or record {}."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))
@@ -118,7 +119,8 @@ def ask_to_stop(note: DriverRecord) -> None:
     """Send SIGTERM to the driver, which then saves the run and ends. This function must run on the driver's host.
 
     Raises:
-        RunError: The driver process has ended.
+        RunError: The driver process has ended, or this process runs on another host.
+        PermissionError: The driver process belongs to another user.
     """
     if not is_alive(note):
         raise RunError("the run is not running: its driver process has ended", expected="a run in progress")
@@ -188,7 +190,7 @@ def hold_run_lock(folder: Path, patience_s: float, report: Callable[[str], None]
     Args:
         folder: Run folder.
         patience_s: Seconds to wait for another process, e.g. a driver that saves its last checkpoint; 0: no wait.
-        report: Function called once with a line that names the process that holds the lock.
+        report: Function called once, if the lock is not free, with a line that names the process that holds the lock.
 
     Raises:
         RunError: Another process still holds the lock after `patience_s`, or the folder cannot be written.

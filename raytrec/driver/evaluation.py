@@ -59,7 +59,10 @@ class Checkpoint:
 
     @property
     def text_ids(self) -> dict[str, bool]:
-        """Return sparse feature → True if its ids in the training data are text, False if they are integers."""
+        """Return sparse feature → True if its ids in the training data are text, False if they are integers.
+
+        Features whose kind of ids is unknown are omitted.
+        """
         return self.index["about"].get("text_ids", {})
 
 
@@ -84,7 +87,7 @@ def load_evaluation_config(
         if get_section_name(override) not in OVERRIDABLE_SECTIONS:
             raise ConfigError(
                 f"'{override}' does not apply to a trained model",
-                where="command line, --set",
+                where="overrides (--set)",
                 expected=f"a key of {', '.join(OVERRIDABLE_SECTIONS)}, or tables.NAME.{OUT_OF_RANGE_KEY}; "
                 "the model cannot be changed",
             )
@@ -97,19 +100,24 @@ def load_evaluation_config(
 
 
 def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:
+    """Set out_of_range in the plain values of the matching tables, in place; `Schema.parse` checks the rule.
+
+    Raises:
+        ConfigError: The override names another setting, or no table matches.
+    """
     key, _, rule = override.partition("=")
     pattern, _, setting = key.removeprefix("tables.").rpartition(".")
     if setting != OUT_OF_RANGE_KEY:
         raise ConfigError(
             f"'{override}' does not apply to a trained model",
-            where="command line, --set",
+            where="overrides (--set)",
             expected=f"tables.NAME.{OUT_OF_RANGE_KEY}=error, clamp or hash; a table's other settings are fixed",
         )
     matches = [table for table in tables if fnmatchcase(table, pattern)]
     if not matches:
         raise ConfigError(
             f"no table has a name that matches '{pattern}'",
-            where=f"command line, --set {override}",
+            where=f"override {override}",
             expected=f"one of {', '.join(tables)}, or a pattern such as '*'",
         )
     for table in matches:
@@ -134,7 +142,7 @@ def evaluate(
         data: Parquet folder or file (local, s3:// or gs://); default: data.test of the run, else data.valid.
         workers: Number of workers (scaling.num_workers); default: as in training.
         batch_size: Global batch size in rows; default: as in training.
-        overrides: `section.key=value` strings for data, scaling, plan, train and eval, such as
+        overrides: `section.key=value` strings, or a mapping, for data, scaling, plan, train and eval, such as
             data.on_error=skip, or tables.NAME.out_of_range=RULE.
         allow_code: True if the configuration in `place` may name code (raytrec/config/trust.py).
 
@@ -143,8 +151,10 @@ def evaluate(
 
     Raises:
         RunError: There is no checkpoint in `place`, Ray cannot be started or joined, or a worker failed.
-        ConfigError, SchemaError, DataError: The input is invalid, names code that is not allowed, or changes the model.
+        ConfigError, SchemaError, DataError: The input is invalid, names code that is not allowed, changes the model,
+            or does not fit the cluster.
         CheckpointError: The checkpoint is damaged.
+        Interrupted: Ctrl-C or SIGTERM ended the evaluation.
 
     Example:
         >>> raytrec.evaluate("runs/films", "films/valid").metrics["eval.rows"]
@@ -178,7 +188,7 @@ def evaluate(
         "seconds": round(perf_counter() - began, 3),
         "name": f"{config.run.name} on {data or datasets['test'].uri}",
     }
-    return Result(metrics, Path(folder))
+    return Result(metrics, folder if "://" in folder else Path(folder))
 
 
 def resolve_checkpoint(
@@ -197,6 +207,7 @@ def resolve_checkpoint(
             configuration names code that is not allowed, or no metric can rank checkpoints ("best").
         RunError: There is no such checkpoint, or no checkpoint has the metric ("best").
         CheckpointError: The index of the checkpoint is damaged, or the checkpoint is not from a training run.
+        DataError: `place` is not a valid path, or its store cannot be reached.
     """
     is_step = str(checkpoint).isdecimal()
     if not is_step and checkpoint not in (None, "newest", "best"):
@@ -239,6 +250,7 @@ def convert(
         ConfigError, SchemaError: As in `resolve_checkpoint`; a text in `tables` is invalid, a table does not exist, is
             named twice or cannot be converted to its kind, or `out` already contains a checkpoint.
         CheckpointError: The checkpoint is damaged, or the new checkpoint cannot be written.
+        DataError: A path is not valid, or its store cannot be reached.
     """
     saved = resolve_checkpoint(place, checkpoint, [], allow_code)
     schema, folder, index = saved.schema, saved.folder, saved.index
@@ -258,7 +270,12 @@ def convert(
 
 
 def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
-    """Parse TABLE=KIND texts, and return table → KIND."""
+    """Parse TABLE=KIND texts, and return table → KIND; the ROWS of a resize are not checked.
+
+    Raises:
+        ConfigError: A text is invalid, a table is named twice, or there is no text.
+        SchemaError: There is no such table.
+    """
     kinds: dict[str, str] = {}
     for text in tables:
         table, equals, kind = text.partition("=")
@@ -276,6 +293,7 @@ def _parse_table_kinds(tables: Sequence[str], schema: Schema) -> dict[str, str]:
 
 
 def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kind: str) -> TableConversion:
+    """Return the conversion of a table to a KIND; raise ConfigError if the table or KIND does not permit it."""
     from raytrec.checkpoint.convert import resize_table, to_hash, to_managed
 
     table = schema.tables[name]
@@ -288,10 +306,10 @@ def _build_table_change(folder: str, index: dict, schema: Schema, name: str, kin
 
 
 def read_run_schema(place: str | Path) -> Schema:
-    """Return a run's schema with the mean numbers of ids per row, by table, that the run's ranks have recorded.
+    """Return a run's schema, with statistics from the mean numbers of ids per row that the run's ranks have recorded.
 
     Raises:
-        RunError: The folder contains no run, or its ranks have not recorded any lookups.
+        RunError: The folder contains no run, its schema cannot be read, or its ranks have not recorded any lookups.
         ConfigError, SchemaError: The configuration or schema in the folder is invalid.
     """
     folder = check_run_folder(place)

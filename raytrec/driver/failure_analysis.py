@@ -78,6 +78,7 @@ def find_cause(failures: dict[int, BaseException]) -> Cause:
 
 
 def _classify(rank: int, error: BaseException) -> Cause:
+    """Return the cause of one rank's failure, from an exception as in `find_cause`."""
     from ray.exceptions import RayActorError, RaySystemError
 
     inner = unwrap_health_check_failure(error)
@@ -115,7 +116,7 @@ def _find_line(words: tuple[str, ...], text: str) -> str:
 
 
 def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> RaytrecError:
-    """Write the traceback of an error of Ray Train to error.txt, and return an error that states the cause to the user.
+    """Write the traceback of an error of Ray Train to error.txt in run.dir, and return an error with the cause.
 
     If the root cause is a RaytrecError, it is returned. Otherwise, a RunError is returned. It contains `sentence`,
     the cause found by the coordinator, or, if `sentence` is empty, the main line or class name of the root cause.
@@ -124,9 +125,8 @@ def to_raytrec_error(error: Exception, config: RunConfig, sentence: str) -> Rayt
     where = write_traceback(error, config)
     if isinstance(cause, RaytrecError):
         return cause
-    return RunError(
-        f"the workers failed: {sentence or extract_main_line(str(cause)) or type(cause).__name__}", where=where
-    )
+    reason = sentence or extract_main_line(str(cause)) or type(cause).__name__
+    return RunError(f"the workers failed: {reason}", where=where)
 
 
 def write_traceback(error: Exception, config: RunConfig) -> str:

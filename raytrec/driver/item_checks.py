@@ -24,12 +24,18 @@ from raytrec.data.ids import NULL_KEY, compute_group_keys, compute_row_keys
 from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
-SAMPLE_ROWS = 1000
+SAMPLE_ROWS = 1000  # number of rows, the first of a dataset's first row group, that `check_item_ids` reads
 MIN_MATCHING_SHARE = 0.5  # share of a row's known items above which a column refers to the same items
 
 
 def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: int) -> pa.Table:
-    """Read columns of the first `rows` rows of a row group, and apply the transforms that produce these columns."""
+    """Read columns of the first `rows` rows of a row group, and apply the transforms that produce these columns.
+
+    The result can contain further columns, which the transforms read or write.
+
+    Raises:
+        DataError: The row group cannot be decoded, or a transform fails.
+    """
     transforms = select_needed_transforms(dataset.form.plan.transforms, columns)
     inputs, rows = resolve_input_columns(transforms, columns), min(rows, group.rows)
     table = decode_columns(group.path, group.index, 0, rows, inputs, dataset.form.folders)
@@ -38,7 +44,11 @@ def read_columns(dataset: Dataset, group: RowGroup, columns: list[str], rows: in
 
 
 def read_keys(items: Dataset, column: str) -> np.ndarray:
-    """Read a column of all items as keys: int64 [items], encoded by `data.ids.compute_group_keys`."""
+    """Read a column of all items as keys: int64 [items], encoded by `data.ids.compute_group_keys`.
+
+    Raises:
+        DataError: As in `read_columns`.
+    """
     tables = (read_columns(items, group, [column], group.rows) for group in items.groups)
     return np.concatenate([compute_group_keys(to_plain_array(table[column])) for table in tables])
 
@@ -47,8 +57,8 @@ def check_item_keys(items: Dataset, column: str) -> None:
     """Check that each item has a key, and that no two items have the same key; the keys of all items are read.
 
     Raises:
-        DataError: The key comes from folder names, or an item has no key or the key of an earlier item. For an item,
-            the error names the file, row group and row.
+        DataError: The key comes from folder names, the files cannot be read, or an item has no key or the key of an
+            earlier item. For an item, the error names the file, row group and row.
     """
     option = items.form.plan.reserved.named_by.get(column, "eval.retrieval.item")
     if column in items.form.from_folders:
@@ -61,7 +71,10 @@ def check_item_keys(items: Dataset, column: str) -> None:
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
-            "the key of an item is missing", where=_place(items, column, int(missing[0])), expected="a key per item"
+            f"the keys of {format_count(len(missing), 'item')} are missing",
+            where=_place(items, column, int(missing[0])),
+            expected="a key per item",
+            do=f"remove the items, or choose another column of keys ({option})",
         )
     order = np.argsort(keys, kind="stable")
     if len(duplicates := order[1:][keys[order[1:]] == keys[order[:-1]]]):
@@ -84,6 +97,8 @@ def _place(items: Dataset, column: str, row: int) -> str:
 
 def check_item_types(section: RetrievalSection, items: Dataset, dataset: Dataset) -> None:
     """Check in the footers that the columns that refer to items are text if and only if the items' key is text.
+
+    The columns are right_items (default: item) and those in `seen`. Columns that the dataset lacks are not checked.
 
     Raises:
         DataError: A column is text and the key is not, or vice versa.
@@ -115,7 +130,7 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         dataset: Dataset for whose rows the items are ranked.
 
     Raises:
-        DataError: A column refers to items by a column other than the key.
+        DataError: A column refers to items by a column other than the key, or the items cannot be read.
     """
     read = cache(partial(read_keys, items))
     schema = dataset.form.schema

@@ -36,7 +36,11 @@ T = TypeVar("T")
 
 @contextmanager
 def open_session(config: RunConfig) -> Iterator[None]:
-    """Run the block in a Ray session (cluster.session); a local cluster forks its workers (cluster.forking)."""
+    """Run the block in a Ray session (cluster.session); a local cluster forks its workers (cluster.forking).
+
+    Raises:
+        RunError: Ray cannot be started or joined; see `ray_session`.
+    """
     address = config.scaling.address
     with keep_warm_process(starts_local_ray(address)), ray_session(address, nodes.count_local_cpus(config)):
         yield
@@ -45,9 +49,10 @@ def open_session(config: RunConfig) -> Iterator[None]:
 def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work: Callable[[], T]) -> T:
     """Run `work` in a Ray session, and return its result; repeat it in a new session if a local cluster's raylet ends.
 
-    Each repetition counts as one of scaling.max_failures, and begins after all processes of the previous Ray session
-    have ended. This process cannot restart a cluster that it has joined, and Ray ends this process once the GCS has
-    been gone for a minute; `work` is not repeated in these cases.
+    The raylet is Ray's process that starts workers on a machine, and the GCS its process that manages the cluster. Each
+    repetition counts as one of scaling.max_failures, and begins after all processes of the previous Ray session have
+    ended. This process cannot restart a cluster that it has joined, and Ray ends this process once the GCS has been
+    gone for a minute; `work` is not repeated in these cases.
 
     Args:
         config: Configuration of the run.
@@ -56,6 +61,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
 
     Raises:
         RayLost: A part of Ray has ended and `work` is not repeated. The error states how to resume the run.
+        RunError: Ray cannot be started or joined; or `work` raised the error, as it may any other error.
     """
     remaining_failures = config.scaling.max_failures
     while True:
@@ -90,12 +96,16 @@ def run_group(
 ) -> dict[str, Any]:
     """Run a function on a Ray Train worker group, and return the metrics that rank 0 has reported as the result.
 
+    A Ray session must be open (`open_session`). Ray Train's environment variables are set in this process. If the group
+    fails, the traceback is written to error.txt in run.dir.
+
     Args:
         worker: Function that each rank runs, such as worker.loop.train_worker.
         task: Argument of the function. This function sets its coordinator. Its checkpoint is the folder of all
             checkpoints if `saves`, else the checkpoint to read; empty: none.
         watch: Receiver of the group's messages.
-        saves: True if the function saves checkpoints, so that it can be restarted and asked to stop.
+        saves: True if the function saves checkpoints, so that it can be restarted and asked to stop; it is restarted
+            after at most scaling.max_failures counted failures (policies.GroupFailurePolicy).
         restarts: True if the function can be restarted although it does not save.
         on_poll: Function called every half second while the group runs; a ConfigError that it raises ends the group.
 
@@ -177,8 +187,8 @@ def compute_collective_timeout(config: RunConfig, device: str) -> int:
     """Return the timeout of a collective between workers on a device (cpu or cuda), in seconds.
 
     By default, torch ends a process that waits in NCCL until the timeout, and the process would seem to have failed by
-    itself. With NCCL, the timeout is therefore longer, so that the coordinator first reports the rank for which the
-    others wait. Gloo raises an error instead.
+    itself. With NCCL (cuda), the timeout is therefore longer than PHASE_TIMEOUT_S, so that the coordinator first
+    reports the rank for which the others wait. Gloo (cpu) raises an error instead.
     """
     return PHASE_TIMEOUT_S + (int(config.scaling.hang_timeout_s) + 1 if device == "cuda" else 0)
 

@@ -76,8 +76,9 @@ def is_local() -> bool:
 
 
 def list_gpu_nodes() -> list[GpuNode]:
-    """Return the alive nodes with GPUs. If a node does not respond, its packages and memory are unknown.
+    """Return the alive nodes with GPUs.
 
+    The packages and memory of a node that does not respond within NODE_ANSWER_TIMEOUT_S are unknown (GpuNode).
     The Ray tasks that inspect the nodes request neither CPUs nor GPUs, so that they do not wait for other work.
     """
     import ray
@@ -112,7 +113,7 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
     Args:
         config: Configuration of the run.
         nodes: Nodes with GPUs (list_gpu_nodes).
-        console: Console that shows a note if GPUs cannot be used, or if their bandwidth is unknown.
+        console: RunConsole that shows a note if GPUs cannot be used, or if their bandwidth is unknown.
 
     Raises:
         ConfigError: The workers and their readers need more GPUs or CPUs than the cluster has, and there is
@@ -130,20 +131,16 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
     if device == "cuda" and (cpu_builds := [node.address for node in nodes if node.built_for == "cpu"]):
-        problem = (
-            f"the packages on {'this machine' if is_local() else ', '.join(cpu_builds)} are for CPUs (torch or FBGEMM)"
-        )
+        place, advice = "this machine" if is_local() else ", ".join(cpu_builds), REINSTALL_ADVICE.format(device="cuda")
+        problem = f"the packages on {place} are for CPUs (torch or FBGEMM)"
         if scaling.device == "cuda":
             raise ConfigError(
                 problem,
                 where="scaling.device=cuda",
                 expected="the packages of requirements/cuda.txt on every node with GPUs",
-                do=f"{REINSTALL_ADVICE.format(device='cuda')}; or set scaling.device=cpu",
+                do=f"{advice}; or set scaling.device=cpu",
             )
-        console.note(
-            f"GPUs are available, but {problem}: training on CPUs. To use GPUs: "
-            f"{REINSTALL_ADVICE.format(device='cuda')}"
-        )
+        console.note(f"GPUs are available, but {problem}: the workers use CPUs. To use GPUs: {advice}")
         device = "cpu"
     if config.train.compile == "graphs" and device == "cpu":
         why = "the packages are for CPUs" if nodes else "the cluster has no GPUs"
@@ -182,7 +179,6 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
         )
     nodes = [node["Resources"] for node in list_alive_nodes()]
     if sum(int(min(node.get(name, 0) // n for name, n in resources.items())) for node in nodes) < least:
-        per_worker = resources["CPU"]
         with_gpus = " with GPUs" if device == "cuda" else ""
         cpus = int(sum(node.get("CPU", 0) for node in nodes if device == "cpu" or node.get("GPU")))
         own = ["scaling.cpus_per_worker"] + ["data.readers"] * (not read_elsewhere)
@@ -191,21 +187,21 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
             f"the nodes{with_gpus} have no room for {format_count(least, 'worker')}"
             f"{'' if read_elsewhere else ' with readers'} ({format_count(cpus, 'CPU')} in total)",
             where=", ".join(keys),
-            expected=f"{per_worker:g} CPUs on one node for each worker ({' plus '.join(own)})",
+            expected=f"{resources['CPU']:g} CPUs on one node for each worker ({' plus '.join(own)})",
             do=f"lower {' or '.join(keys)}, or use a larger cluster",
         )
 
 
 def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
-    """Return True if only nodes without GPUs read rows for GPU workers (data.read_on).
+    """Return True if only nodes without GPUs read rows for GPU workers (data.read_on); False on CPUs.
 
-    With read_on=auto, they do if their CPUs suffice for all readers, or if the cluster has an autoscaler.
+    With read_on=auto, such nodes read all rows if their CPUs suffice for all readers, or if the cluster has an
+    autoscaler.
     """
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"
-    return (
-        has_autoscaler() or sum(find_nodes_without_gpus().values()) >= config.scaling.max_workers * config.data.readers
-    )
+    required_cpus = config.scaling.max_workers * config.data.readers
+    return has_autoscaler() or sum(find_nodes_without_gpus().values()) >= required_cpus
 
 
 def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: list[GpuNode], console: Any) -> None:
@@ -219,7 +215,7 @@ def check_constraints(config: RunConfig, schema: Schema, device: str, nodes: lis
         schema: Schema of the run.
         device: cpu or cuda.
         nodes: Nodes with GPUs (list_gpu_nodes).
-        console: Console that shows the warning.
+        console: RunConsole that shows the warning.
 
     Raises:
         ConfigError: A constraint of plan.*, such as the ranks of a table or the memory, cannot be met.

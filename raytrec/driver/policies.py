@@ -41,6 +41,8 @@ SCALE_UP_INTERVAL_S = 15.0  # time between two checks for room for more workers,
 
 
 class _GpuReservation:
+    """Actor that reserves one GPU while it exists; `gpu` returns Ray's id of the GPU."""
+
     def gpu(self) -> str:
         return ray.get_runtime_context().get_accelerator_ids()["GPU"][0]
 
@@ -66,7 +68,11 @@ class GroupFailurePolicy(FailurePolicy):
         self._last: tuple[str, int] | None = None
 
     def make_decision(self, training_failed_error: Any) -> FailureDecision:
-        """Return RETRY or RAISE for a failure of the group; report all but requested restarts to the coordinator."""
+        """Return RETRY or RAISE for a failure of the group; report all but requested restarts to the coordinator.
+
+        Args:
+            training_failed_error: Ray Train's ControllerError if the group did not start, else its WorkerGroupError.
+        """
         if isinstance(training_failed_error, ControllerError):
             return self._decide_failed_start(training_failed_error)
         cause = find_cause(training_failed_error.worker_failures)
@@ -77,6 +83,7 @@ class GroupFailurePolicy(FailurePolicy):
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
 
     def _should_restart(self, cause: Cause) -> bool:
+        """Return True if the group restarts after a failure, and count the failure if it is counted (see the class)."""
         if cause.kind in (FailureKind.RESTART, FailureKind.NODE):
             return True
         if cause.kind == FailureKind.RAYTREC_ERROR:
@@ -151,7 +158,11 @@ class NodeCapacityPolicy(RequestingPolicy):
         self._reported, self._asked_for = False, 0
 
     def make_decision_for_non_running_worker_group(self) -> NoopDecision | ResizeDecision:
-        """Return a decision to start the group, or to wait for room (after a failure, about OLD_GROUP_TIMEOUT_S)."""
+        """Return a decision to start the group, or to wait while the nodes lack room for the minimum of workers.
+
+        After a failure, the policy waits at most NODE_SETTLE_TIME_S for room for as many workers as before, and
+        starts the minimum after OLD_GROUP_TIMEOUT_S even without room.
+        """
         self.request_resources()
         is_first, now = not self._asked_for, monotonic()
         self._since = self._since or now
@@ -169,7 +180,12 @@ class NodeCapacityPolicy(RequestingPolicy):
         return self._resize(min(slots, self._max_workers))
 
     def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any):
-        """Ask the group to restart if a node will be preempted or more workers fit; always return a NoopDecision."""
+        """Ask the group to restart if a node will be preempted or more workers fit; always return a NoopDecision.
+
+        Args:
+            worker_group_state: Ray Train's state of the group, with the nodes of its workers.
+            worker_group_status: Ignored.
+        """
         self.request_resources()
         nodes = Counter(worker.metadata.node_id for worker in worker_group_state.workers)
         if nodes != self._held:
@@ -201,15 +217,15 @@ class NodeCapacityPolicy(RequestingPolicy):
     def _count_possible_workers(self, own_workers: Counter[str]) -> int:
         """Return the number of workers that fit on the alive nodes in addition to other work.
 
-        The resources of the group's own workers (node id → number) count as free; draining nodes do not count.
+        The resources of the group's own workers (node id → number) count as free. Draining nodes, which will be
+        preempted, do not count.
         """
         bundle = self.resources_per_worker
         free, draining, slots = list_free_resources(), list_draining_nodes(), 0
         for node in list_alive_nodes():
             # Ray lists a node for seconds after its end, but its raylet then refuses connections.
-            if node["NodeID"] in draining or not listens(
-                node["NodeManagerAddress"], node["NodeManagerPort"], RAYLET_CONNECT_TIMEOUT_S
-            ):
+            raylet = node["NodeManagerAddress"], node["NodeManagerPort"]
+            if node["NodeID"] in draining or not listens(*raylet, RAYLET_CONNECT_TIMEOUT_S):
                 continue
             available, own = free.get(node["NodeID"], {}), own_workers[node["NodeID"]]
             slots += own + int(min(available.get(r, 0) // amount for r, amount in bundle.items()))

@@ -45,7 +45,7 @@ def check_plan(plan: RunPlan) -> list[str]:
     """Check that a planned run can work, and return warnings for the user.
 
     Raises:
-        ConfigError, SchemaError: As in `check_fit`, or the checkpoint in warm_start.from does not fit the model.
+        ConfigError, SchemaError: As in `check_fit` and `check_warm_start`.
         RunError, CheckpointError: The checkpoint in warm_start.from is missing or damaged.
         DataError: As in `check_constant_labels`.
     """
@@ -93,9 +93,9 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     varying = [*features.sequences, *schema.select_candidate_names(schema.sparse)]
     if config.train.compile == "graphs" and varying:
         raise ConfigError(
-            f"the model reads {shorten_repr(varying)} id by id, so batches differ in size",
+            f"the model reads {shorten_repr(varying)} id by id or for each candidate, so batches differ in size",
             where="train.compile=graphs",
-            expected="a model whose batches all have the same size",
+            expected="batches that all have the same size",
             do="set train.compile=true",
         )
     tasks = resolve_tasks(config.tasks, schema)
@@ -118,7 +118,7 @@ def check_candidates(config: RunConfig, schema: Schema, tasks: Sequence[Task]) -
     """Check that every setting supports rows that are requests with candidates, if the schema has candidates.
 
     Raises:
-        ConfigError: A setting does not support such rows; the message names its key.
+        ConfigError: A setting does not support such rows (the message names its key), or model.lookup_l2 is invalid.
     """
     refused = {
         "model.lookup_l2": bool(config.model.l2_factors(schema)),
@@ -171,7 +171,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
 def check_memory(config: RunConfig, schema: Schema) -> None:
     """Check that the memory and disk of this machine can hold the tables and their optimizer state.
 
-    The check is skipped if the tables may be on GPUs.
+    The disk counts if plan.compute_kernels includes fused_mmap. The check is skipped if the tables may be on GPUs.
 
     Raises:
         ConfigError: Memory or disk are too small for the tables under every plan.
@@ -238,7 +238,7 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
     """Check in the footers of data.train that each label that a loss compares with predictions has several values.
 
     Returns:
-        A warning for each task whose label has only one value.
+        A warning for each task whose label has only one value; [] if the footers do not contain the values.
 
     Raises:
         DataError: In a new run, the label of a classification task with a built-in loss has only one value.
@@ -288,6 +288,7 @@ def plan(
 
     Raises:
         ConfigError, SchemaError: The input is invalid.
+        DataError: A path is not valid, or its store cannot be reached.
         RunError: There is no checkpoint in warm_start.from.
     """
     from raytrec.worker.build import build_unsharded
@@ -313,7 +314,8 @@ def _load_prices(path: str | Path) -> dict[str, float]:
     """Read a YAML file of prices, and return full name of a machine → price per hour.
 
     Raises:
-        ConfigError: The file cannot be read, is not a mapping of prices, or names an unknown machine.
+        ConfigError: The file cannot be read, is not a mapping of prices of at least 0, or names an unknown machine.
+        DataError: The path is not valid, or its store cannot be reached.
     """
     where = {"where": str(path), "expected": "machines and prices per hour, such as 8xh100-sxm: 55.04"}
     with convert_os_errors("cannot read the prices", ConfigError, **where):
@@ -322,5 +324,5 @@ def _load_prices(path: str | Path) -> dict[str, float]:
         except UnreadableError as error:
             raise ConfigError(f"cannot read the prices: {error}", **where) from None
         except ValidationError:
-            raise ConfigError("the file is not a mapping of machines to prices", **where) from None
+            raise ConfigError("the file is not a mapping of machines to prices of at least 0", **where) from None
     return {find_machine(name, str(path)).name: price for name, price in prices.items()}

@@ -65,6 +65,7 @@ def open_run(config: RunConfig, resumed: bool) -> RunPlan:
 
     Raises:
         ConfigError, SchemaError, DataError: The configuration, schema or data are invalid.
+        CheckpointError: data.schema is the index of a checkpoint that cannot be read or is damaged.
     """
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
@@ -91,8 +92,10 @@ def resolve_config(
         allow_code: True if a configuration that is not the user's own may name code (config/trust.py).
 
     Raises:
-        ConfigError: The input is invalid.
+        ConfigError: The input is invalid, or a run cannot be resumed with these changes.
         RunError: The run to resume does not exist or has finished, or there is no checkpoint to start from.
+        CheckpointError: The checkpoint to start from is damaged.
+        DataError: A path is not valid, or its store cannot be reached.
     """
     if not resume and source is None:
         config, name = load_checkpoint_config(start_from, overrides, allow_code=allow_code)
@@ -120,8 +123,9 @@ def resolve(config: RunConfig, source: object, kind: str = "run") -> RunConfig:
         kind: Kind of command; any kind except "run" is part of the default name.
 
     Raises:
-        ConfigError: run.dir is a URI.
-        RunError: There is no checkpoint in warm_start.from.
+        ConfigError: run.dir is a URI, or this process runs in a Ray job, a path is relative, and no root is set.
+        RunError, CheckpointError: There is no checkpoint in warm_start.from, or it is damaged.
+        DataError: warm_start.from is not a valid path, or its store cannot be reached.
     """
     config = config.model_copy(deep=True)
     run, data, tracking = config.run, config.data, config.tracking
@@ -167,12 +171,16 @@ def check_no_redacted_values(config: RunConfig) -> None:
 
 
 def write_config(folder: Path, config: RunConfig) -> None:
-    """Write config.yaml into a run folder, and mark the file as this user's own (config/trust.py)."""
+    """Write config.yaml into a run folder, as `write_marked_file` does."""
     write_marked_file(folder / "config.yaml", config.to_yaml())
 
 
 def write_marked_file(file: Path, text: str) -> None:
-    """Write a text to a configuration file, and mark the file as this user's own (config/trust.py)."""
+    """Write a text to a configuration file, and mark the file as this user's own (config/trust.py).
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     write_text(file, text)
     mark_as_own(file)
 
@@ -229,8 +237,9 @@ def load_checkpoint_config(
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:
-        RunError: There is no checkpoint in `place`.
+        RunError, CheckpointError: There is no checkpoint in `place`, or it is damaged.
         ConfigError: An override is invalid, or the configuration names code that is not allowed.
+        DataError: `place` is not a valid path, or its store cannot be reached.
     """
     folder, index = find(place)
     stored = index["about"]["config"]
@@ -244,9 +253,9 @@ def load_checkpoint_config(
 
 @contextmanager
 def create_scratch_folder() -> Iterator[str]:
-    """Yield a temporary folder for the files of an evaluation, because the run folder may belong to another user.
+    """Yield a temporary run folder for an evaluation or prediction, because the run folder may be another user's.
 
-    The folder is removed after the block or, if the process was killed, by the next evaluation. A folder that
+    The folder is removed after the block or, if the process was killed, by the next such command. A folder that
     contains error.txt is kept, because an error message refers to this file.
     """
     remove_leftovers(tempfile.gettempdir(), f"{SCRATCH_PREFIX}{{owner}}-*", keep=TRACEBACK_FILE)

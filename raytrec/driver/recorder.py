@@ -35,7 +35,7 @@ class Watch:
     """Reader that shows and records messages from the ranks and the coordinator while Ray Train runs.
 
     Args:
-        console: Console that shows the messages.
+        console: RunConsole that shows the messages.
         record: Record that stores the messages in the run folder; None if nothing is trained.
         ended: Function called when rank 0 has reported its result, before the workers end.
         saved: Function called with each message about a saved or failed checkpoint.
@@ -88,11 +88,19 @@ class Watch:
                 self.receive(message)
 
     def failed(self, cause: str, again: bool) -> None:
-        """Show and record a failure of Ray that the coordinator cannot report, because the failure also ended it."""
+        """Show and record a failure of Ray that the coordinator cannot report, because the failure also ended it.
+
+        Args:
+            cause: Clause that states the failure.
+            again: True if the run continues in a new Ray session.
+        """
         self.receive(messages.Event(event="failed", details={"cause": cause, "rank": None, "again": again}))
 
     def receive(self, message: Message) -> None:
-        """Show and record one message."""
+        """Show and record one message.
+
+        A messages.Result is neither shown nor recorded; it sets `result` and `unsaved`, and `ended` is called.
+        """
         if isinstance(message, messages.Result):
             self.result = null_nonfinite(message.figures)
             self.unsaved = RunError(**message.unsaved) if message.unsaved else None
@@ -128,6 +136,9 @@ class Record:
     Attributes:
         checks: True → number of passed live checks, False → number of failed ones, since the beginning of the run.
         times: Average time that ranks spent in each phase of the run's steps (report.findings).
+
+    Raises:
+        OSError: checks.jsonl or ranks.jsonl of an earlier driver cannot be read.
     """
 
     def __init__(self, folder: Path, warn: Callable[[str], None]):
@@ -144,7 +155,7 @@ class Record:
         """Append the metrics to metrics.jsonl. If the model is saved, mark the run as finished by writing result.json.
 
         Args:
-            metrics: Content of result.json.
+            metrics: Content of result.json; must contain train.steps. Only its numbers are written to metrics.jsonl.
             unsaved: Error that prevented the model from being saved; None if it was saved.
 
         Returns:
@@ -221,14 +232,19 @@ def _fetch_messages(coordinator: Any, wait_s: float, over: Event, lost: Event) -
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Replace a file atomically with values as JSON; on an OSError, which is raised, the file is unchanged."""
+    """Replace a file atomically with values as JSON.
+
+    Raises:
+        OSError: The file cannot be written, and is unchanged.
+    """
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically with a text; on an OSError, which is raised, the file is unchanged.
+    """Replace a file atomically with a text. A YAML file (*.yaml) that contains a secret is readable by this user only.
 
-    A YAML file (*.yaml) that contains a secret is readable only by this user.
+    Raises:
+        OSError: The file cannot be written, and is unchanged.
     """
     shown = hide_yaml(text) if path.suffix == ".yaml" else text
     write_atomically(path, text.encode(), 0o666 if shown == text else 0o600)

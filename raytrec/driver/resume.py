@@ -40,7 +40,9 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
 
     Raises:
         RunError: The folder contains no run, or a finished run.
-        ConfigError: A change is invalid or not permitted, or the configuration names code that is not allowed.
+        ConfigError: A change is invalid or not permitted, config.yaml is damaged, the configuration names code that is
+            not allowed, or `place` is relative in a Ray job.
+        DataError: `source` is a URI that is not valid, or whose store cannot be reached.
     """
     folder = Path(make_absolute(str(place)))
     file = folder / "config.yaml"
@@ -102,7 +104,7 @@ def find_interrupted_run(config: RunConfig, is_user_named: bool) -> Path | None:
 
 
 def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
-    """Return the folders that earlier calls of the same command may have created, newest first.
+    """Return the folders that earlier calls of the same command may have created, newest first; some may not exist.
 
     Args:
         config: Resolved configuration of a new run or search.
@@ -114,6 +116,7 @@ def list_earlier_folders(config: RunConfig, is_user_named: bool) -> list[Path]:
 
 
 def _is_same_run(folder: Path, config: RunConfig) -> bool:
+    """Return True if a run's settings that must not change on resume, and the paths of its data, equal those given."""
     try:
         old = load_config(folder / "config.yaml", allow_code=True)  # the configuration is only compared
     except ConfigError:  # written by another version, or damaged
@@ -123,7 +126,13 @@ def _is_same_run(folder: Path, config: RunConfig) -> bool:
 
 
 def record_data(folder: Path, datasets: dict[str, Dataset], contents: dict[str, list[FileIdentity]]) -> None:
-    """Write identities and paths of the datasets' files to data.json in the run folder; ignore write errors."""
+    """Write identities and paths of the datasets' files to data.json in the run folder; ignore write errors.
+
+    Args:
+        folder: Run folder.
+        datasets: Datasets by name.
+        contents: Identities (sizes and hashes) of each dataset's files.
+    """
     values: dict[str, Any] = {name: [asdict(each) for each in files] for name, files in contents.items()}
     values[FILES_KEY] = {name: d.listing.record() for name, d in datasets.items() if d.listing.files}
     with suppress(OSError):
@@ -143,13 +152,13 @@ def check_same_data(
         contents: Current identities (sizes and hashes) of each dataset's files.
 
     Returns:
-        Warnings about changes in datasets other than data.train, and about files that were rewritten with equal
-            sizes, footers and samples; [] without a checkpoint.
+        Warnings about changes in datasets other than data.train, and about files (of any dataset) that were rewritten
+            with equal sizes, footers and samples; [] without a checkpoint.
 
     Raises:
         ConfigError: The schema has changed.
         DataError: There is a checkpoint, and data.train has changed.
-        RunError, SchemaError: The schema in the run folder cannot be read.
+        RunError, SchemaError: The schema in the run folder cannot be read, or is not a schema.
     """
     if _strip_statistics(schema) != _strip_statistics(load_stored_schema(folder)):
         file = folder / SCHEMA
@@ -217,11 +226,13 @@ def load_stored_schema(folder: Path) -> Schema:
 
 
 def _format_list(lines: list[str]) -> str:
+    """Return up to 5 lines, and the number of others, each indented on a new line; "" without lines."""
     more = [f"… and {len(lines) - 5} more"] if len(lines) > 5 else []
     return "".join(f"\n  {line}" for line in lines[:5] + more)
 
 
 def _list_differences(old_config: RunConfig, new_config: RunConfig) -> list[str]:
+    """Return a line "  KEY: OLD → NEW" for each key that differs and must not change on resume."""
     old, new = (flatten(c.model_dump(by_alias=True, mode="json")) for c in (old_config, new_config))
 
     def is_fixed(key: str) -> bool:
@@ -272,11 +283,18 @@ def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
 
 
 def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:
+    """Return part of the model ("the dense layers" or "table NAME") → name of its optimizer."""
     of_tables = {f"table {table}": each.name for table, each in resolve_optimizers(config, schema).items()}
     return {"the dense layers": config.optim.dense.name, **of_tables}
 
 
 def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, schema: Schema) -> None:
+    """Check that all dense parameters of a checkpoint fit (warm_start.dense=exact).
+
+    Raises:
+        ConfigError: A key of the section model, except dropout, differs from the checkpoint's.
+        SchemaError: The labels, dense columns, or names or tables of sparse features differ.
+    """
     where, hint = f"warm_start.from={config.warm_start.from_}", ", or warm_start.dense=matching"
     old_model = old_config.model.model_dump()
     for key, new in config.model.model_dump().items():

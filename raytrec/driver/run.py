@@ -79,6 +79,7 @@ def train(
         RunError: The run folder cannot be used, `start_from` contains no checkpoint, the run to resume has finished or
             does not exist, Ray cannot be started or joined, or workers failed more often than scaling.max_failures
             or in a way that would recur (traceback in error.txt).
+        CheckpointError: A checkpoint is damaged, or cannot be read or written.
         Interrupted: Ctrl-C or SIGTERM ended the run, which can be resumed.
         Unfinished: The trained model or the result could not be written, or the MLflow store could not be opened.
 
@@ -132,7 +133,10 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
     try:
         console.phase(describe_connection(config.scaling.address))
-        _preload_imports()
+        import ray  # noqa: F401
+
+        # The import takes a second; the module is needed only once Ray has started.
+        Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()
 
         def work() -> dict[str, Any]:
             write_json(folder / TAGS, hide_all(collect_run_tags() | config.tracking.tags))
@@ -187,7 +191,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
 
 def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> RaytrecError:
-    """Return the error that ended a run, with advice to complete the run if all steps are trained and saved.
+    """Return the error that ended a run, with advice to evaluate or complete the run if all steps are saved.
 
     Args:
         error: Error that ended the run.
@@ -266,13 +270,3 @@ def describe_store(uri: str) -> str:
 def shorten_store_uri(uri: str) -> str:
     """Return the URI of a SQLite store in the current folder with a relative path; other URIs are unchanged."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
-
-
-def _preload_imports() -> None:
-    """Import Ray, and import raytrec.driver.policies in a thread while Ray starts.
-
-    The import of raytrec.driver.policies takes a second, and the module is needed only after the start.
-    """
-    import ray  # noqa: F401
-
-    Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()

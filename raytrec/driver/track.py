@@ -30,7 +30,13 @@ LOW_MEMORY_ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_A
 
 
 def start_command(arguments: list[str], environment: dict[str, str], **streams: Any) -> Popen:
-    """Start `raytrec` at low priority, and return its process; variables that are set here override `environment`."""
+    """Start `raytrec` with --allow-code at low priority, and return its process.
+
+    Args:
+        arguments: Command and its arguments.
+        environment: Additional environment variables; variables that this process has are not replaced.
+        **streams: Arguments stdin, stdout and stderr of Popen.
+    """
     process = Popen(
         # --allow-code: this process has already accepted the code of the configuration.
         [sys.executable, "-P", "-m", "raytrec", *arguments, "--allow-code"],
@@ -150,7 +156,13 @@ class DeliveryProcess:
 
 
 def load_tracked_config(run: str | Path, allow_code: bool) -> RunConfig:
-    """Load the configuration of a run, check tracking.enabled, and set run.dir to the run's current folder."""
+    """Load the configuration of a run, check tracking.enabled, and set run.dir to the run's current folder.
+
+    Raises:
+        RunError: The folder contains no run, or cannot be accessed.
+        ConfigError: The configuration is invalid, names code or a server that is not allowed, or tracking.enabled is
+            false.
+    """
     folder = check_run_folder(run).absolute()
     file = folder / CONFIG
     elsewhere = None if is_own_file(file) else describe_foreign_file(file)

@@ -240,7 +240,7 @@ def find_mmap_folder(config: RunConfig) -> Path:
 
 
 def measure_free_disk(config: RunConfig) -> int:
-    """Return the number of free bytes on the disk of `find_mmap_folder`."""
+    """Return the number of free bytes on the disk of `find_mmap_folder`; raise OSError if the disk does not respond."""
     return shutil.disk_usage(find_mmap_folder(config)).free
 
 

@@ -49,7 +49,7 @@ class MappedFileFactory:
         self._config, self._folder, self.share = config, find_mmap_folder(config), share
 
     def make_hot_rows(self, whole: list[torch.Tensor], rows: int) -> HotRowCache:
-        """Return the HotRowCache of a shard; see HotRowCache for the arguments."""
+        """Return a new HotRowCache of a shard; see HotRowCache for the arguments."""
         return HotRowCache(whole, rows)
 
     def allocate_zeros(self, tables: list[str], count: int, dtype: torch.dtype, more: int = 0) -> torch.Tensor:
@@ -164,7 +164,10 @@ class HotRowCache:
         return torch.where(slots >= 0, slots.to(rows.dtype) + self._rows, rows)
 
     def take_hit_share(self) -> float | None:
-        """Return the fraction of training lookups since the last call that found a cached row; None without lookups."""
+        """Return the fraction of training lookups since the last call that found a cached row; None without lookups.
+
+        The call resets the counts.
+        """
         share = self._hits / self._lookups if self._lookups else None
         self._lookups = self._hits = 0
         return share

@@ -188,7 +188,10 @@ class GlobalNormClip(OptimizerWrapper):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        """Clip the gradient, run the second backward into the tables, and update all weights, on all ranks together."""
+        """Clip the gradient, run the second backward into the tables, and update all weights.
+
+        This is a collective operation: every rank must call it. If the norm is not finite, gradients become 0 or NaN.
+        """
         gradients = [p.grad for p in self._replicated if p.grad is not None]
         shards = torch.zeros((), dtype=torch.float64, device=self._device)
         cuts = [cut for cut in self._cuts if cut.leaf.grad is not None]
@@ -255,7 +258,10 @@ class DenseAverage(OptimizerWrapper):
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:
-        """Replace the dense weights with their averages inside the `with` block; before the first step, do nothing."""
+        """Replace the dense weights with their averages inside the `with` block; before the first step, do nothing.
+
+        Weights that the block changes are reset to their values before the block.
+        """
         if not self.count:
             yield
             return

@@ -54,7 +54,8 @@ def make_by_id_collections(
     """Return unsharded collections, on the meta device, of all tables that produce one vector per id.
 
     Tables in one collection share exchanges and must have the same dim and the same number of column shards
-    (TorchRec 1.8.0). The planner cuts tables of the same dim equally unless their ranks are configured.
+    (TorchRec 1.8.0). The planner cuts tables of the same dim equally unless their ranks are configured. The list is
+    empty if there are no such tables. The arguments are those of `make_embedding_bags`.
     """
     groups: dict[tuple[int, int], list[EmbeddingConfig]] = {}
     for name, names in features.tables_by_id.items():
@@ -202,7 +203,10 @@ class BagMeans(nn.Module):
     def forward(
         self, sums: KeyedTensor | dict[str, torch.Tensor], sparse: KeyedJaggedTensor
     ) -> dict[str, torch.Tensor]:
-        """Return feature → pooled bags: `sums`, divided by each bag's Σ wᵢ (if not 0) for mean-pooled features."""
+        """Return feature → pooled bags, float32 [B, dim], given their sums and the ids that were looked up.
+
+        Sums of mean-pooled features are divided by each bag's Σ wᵢ, or by its length if unweighted, unless this is 0.
+        """
         pooled = dict(sums) if isinstance(sums, dict) else sums.to_dict()
         if not any(self.is_mean):
             return pooled
@@ -263,7 +267,7 @@ class DenseInputBuilder(nn.Module):
 
 
 def sum_bags(vectors_ND: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
-    """Return the sum of each bag's vectors, float32 [B, D]; 0 for empty bags."""
+    """Return the sum of each bag's vectors, [B, D], given the vectors bag by bag and the bags' lengths; 0 if empty."""
     bag_N = torch.arange(len(lengths_B), device=lengths_B.device).repeat_interleave(
         lengths_B, output_size=len(vectors_ND)
     )

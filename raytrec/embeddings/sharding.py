@@ -60,7 +60,7 @@ def make_codecs(config: RunConfig, widths: Iterable[int], world: int) -> Codecs 
 
     Args:
         config: Configuration of the run.
-        widths: Numbers of columns of all shards whose values are sent.
+        widths: Numbers of columns of all shards whose values are sent; may be empty.
         world: Number of ranks.
     """
     qcomms = config.plan.qcomms
@@ -213,7 +213,10 @@ def make_planning_sharders(config: RunConfig, schema: Schema, world: int) -> lis
 
 
 def describe_plan(plan: ShardingPlan) -> list[dict]:
-    """Return a dict with the keys table, sharding_type, compute_kernel and ranks for each table of a plan."""
+    """Return a dict for each table of a plan, with its name (table), sharding_type, compute_kernel and list of ranks.
+
+    Tables of the same module are sorted by name.
+    """
     return [
         {
             "table": table,

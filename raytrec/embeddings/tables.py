@@ -47,7 +47,10 @@ class Shard:
     cache: Cache | HotRowCache | None = None
 
     def read(self, rows: torch.Tensor | slice) -> torch.Tensor:
-        """Return the current values of `rows`, int64 [n] or a slice, relative to the shard's first row."""
+        """Return the current values of `rows`, int64 [n] or a slice, relative to the shard's first row.
+
+        `read` and `write` require `values`, i.e. are called on the rank that holds the shard.
+        """
         if self.cache is not None:
             if isinstance(rows, slice):
                 rows = torch.arange(*rows.indices(len(self.values)), device=self.values.device)
@@ -86,7 +89,9 @@ class ShardedValues:
         return [shard for shard in self.shards if shard.values is not None]
 
     def dense(self, *, first_only: bool = False) -> torch.Tensor | None:
-        """Flush the caches, and return all rows as one new contiguous tensor. This is a collective operation.
+        """Flush the caches, and return all rows as one new contiguous tensor on `device`.
+
+        This is a collective operation: every rank must call it. Of replicated values, each rank returns its own copy.
 
         Args:
             first_only: True to return the tensor only on rank 0, and None on the other ranks.
@@ -238,7 +243,10 @@ def _collect_live_state(
 
 
 def fill_tables(model: nn.Module, seed: int) -> None:
-    """Write the initial values that follow from run.seed (compute_initial_values) into this rank's shards."""
+    """Write the initial values of `compute_initial_values` for a seed (run.seed) into this rank's shards of all tables.
+
+    Caches must be empty, because they are not changed.
+    """
     for table in tables(model).values():
         for shard in table.weight.local:
             block = max(1, VALUES_PER_BLOCK // max(1, len(shard.columns)))

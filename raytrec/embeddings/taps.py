@@ -53,7 +53,10 @@ Part = tuple[ShardedEmbeddingTable, KeyLookups, torch.Tensor]  # element of the 
 
 
 def iterate_keys(features: KeyedJaggedTensor, count: int) -> Iterator[KeyLookups]:
-    """Yield the ids and bags of each of the `count` keys of a KeyedJaggedTensor; names of keys may repeat."""
+    """Yield the ids and bags of each key of a KeyedJaggedTensor with `count` keys, whose names may repeat.
+
+    For tensors on a GPU, the host waits for the lengths.
+    """
     lengths_KB = features.lengths().view(count, -1).long()
     sizes = lengths_KB.sum(1).tolist()
     weights = features.weights_or_none()

@@ -51,6 +51,7 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
             cannot be written, the folder of deltas cannot be read, or another process is writing to `out`.
         ConfigError: `out` contains other files, there is no delta `to`, or a transform of the export names code and
             `allow_code` is False.
+        DataError: A path is not valid, or a store cannot be reached.
     """
     began = perf_counter()
     export, deltas, out = (make_absolute(str(each)) for each in (export, deltas, out))
@@ -101,7 +102,8 @@ def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
         if not info.is_file or info.size != size:
             fault = f"has {info.size:,} bytes" if info.is_file else "is missing"
             expected = f"a file of {size:,} bytes"
-            raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected)
+            do = "restore the file, or repeat `raytrec export`"
+            raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected, do=do)
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         do = "check the export, and set TMPDIR to a folder with enough space"
         with convert_os_errors(f"{name} cannot be copied to a temporary folder", where=export, do=do):
@@ -173,11 +175,10 @@ def _write_export(
         with (patched.folder / name).open("rb") as stream:
             target.write(name, iter(partial(stream.read, PIECE_BYTES), b""))
     if positions:
-        named = f"delta-{positions[-1].number}", positions[-1].checksum, positions[-1].manifest.step
-        about = dict(zip(("checkpoint", "checkpoint_id", "step"), named, strict=True))
+        last = positions[-1]
+        about = {"checkpoint": f"delta-{last.number}", "checkpoint_id": last.checksum, "step": last.manifest.step}
         source = source.model_copy(update=about | {"torch": torch.__version__})
     made = datetime.now(UTC).isoformat(timespec="seconds")
-    changes = {"made": made, "source": source, "metrics": {}, "binding": target.claim.binding}
-    manifest = base.model_copy(update=changes)
+    manifest = base.model_copy(update={"made": made, "source": source, "metrics": {}, "binding": target.claim.binding})
     target.commit(manifest)
     return manifest

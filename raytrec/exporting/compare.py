@@ -44,7 +44,7 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     Types are widened so that the rows of all files fit. The columns have their types even if there are no rows.
 
     Raises:
-        DataError: A column has incompatible types in different files.
+        DataError: A column has incompatible types in different files, or a row cannot be read.
     """
     form, parts = dataset.form, []
     for group in dataset.groups:
@@ -69,7 +69,13 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
 def score_golden_rows(
     trained: TrainedModel, dataset: Dataset, parts: list[Part], precision: PrecisionName
 ) -> dict[str, pa.Array]:
-    """Return score column → the trained model's scores of the rows in `parts`, with tables rounded to a precision."""
+    """Return score column → the trained model's scores of the rows in `parts`, with tables rounded to a precision.
+
+    Raises:
+        DataError: A row cannot be read or violates the schema.
+        ConfigError: A value that is looked up is too large for the precision.
+        CheckpointError: The checkpoint cannot be read or is damaged.
+    """
     names, kinds = list_score_columns(trained.objective.tasks), list_score_types(trained.objective.tasks)
     if not parts:
         return {name: pa.array([], kind) for name, kind in zip(names, kinds, strict=True)}
@@ -109,8 +115,8 @@ def compare_precisions(
 ) -> Metrics:
     """Return the metrics of the run's tasks on all rows of a dataset, with fp32 and quantized tables.
 
-    Data is read in batches of data.global_batch_size rows. For each batch, only the table rows that it looks up are
-    read from the checkpoint.
+    Metrics of eval.retrieval and eval.slices are not computed. Data is read in batches of data.global_batch_size rows.
+    For each batch, only the table rows that the batch looks up are read from the checkpoint.
 
     Args:
         trained: Trained model to export.
@@ -193,7 +199,5 @@ class _EvaluationModel:
 def _to_assembled(batch: Batch) -> AssembledTensors:
     """Return the tensors of a batch in the form that Lookups accepts."""
     ids = batch.sparse
-    counts = ids.length_per_key()
-    bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), counts, ids.stride())
-    labels = batch.labels, batch.weights
-    return AssembledTensors(batch.dense, bags, *labels, None, None, None, None, batch.side_features)
+    bags = Bags(ids.keys(), ids.values(), ids.weights_or_none(), ids.lengths(), ids.length_per_key(), ids.stride())
+    return AssembledTensors(batch.dense, bags, batch.labels, batch.weights, None, None, None, None, batch.side_features)

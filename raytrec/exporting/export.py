@@ -84,12 +84,15 @@ def export(
         undefined). With MLflow, also mlflow_model, the model's URI.
 
     Raises:
-        RunError: There is no checkpoint, exported scores differ from the run's scores, `mlflow` is set and the run is
-            not in MLflow, a file cannot be written, or another process is writing to `out`.
-        ConfigError: `out` contains other files, the model cannot be exported, a value is too large for `quantize`, the
-            configuration names code although `allow_code` is False, the store of tracked runs cannot be used although
-            `mlflow` is set, or `embed` is set although `mlflow` is not set or `out` is not local.
-        DataError: The data does not match the schema.
+        RunError: There is no checkpoint, the checkpoint is damaged, exported scores differ from the run's scores, a
+            file cannot be written, another process is writing to `out`, or `mlflow` is set and the run is not in MLflow
+            or MLflow reports an error.
+        ConfigError: `checkpoint` is invalid, `out` contains other files, the model cannot be exported, a package for
+            `onnx` is missing, a value is too large for `quantize`, the configuration names code although `allow_code`
+            is False, the store of tracked runs cannot be used although `mlflow` is set, or `embed` is set although
+            `mlflow` is not set or `out` is not local.
+        SchemaError: As for `resolve_checkpoint`.
+        DataError: The data is missing, cannot be read or does not match the schema, or `out` is not a valid path.
 
     Example:
         >>> raytrec.export("runs/films", "films-export").metrics["export.golden_rows"]

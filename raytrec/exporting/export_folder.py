@@ -46,6 +46,9 @@ class ExportFolder:
     Attributes:
         folder: Folder to write to.
         claim: Claim of this export, initially without files. Complete files are added to it.
+
+    Raises:
+        DataError: The path is not valid, or the store cannot be reached.
     """
 
     def __init__(self, out: str, command: str, binding: str, request: str):

@@ -55,8 +55,9 @@ class MlflowRun:
 
         Raises:
             RunError: The run folder does not exist, or its MLflow run does not exist in the store.
-            ConfigError: The run is not tracked, its configuration names code although `allow_code` is False, or the
-                store cannot be opened.
+            ConfigError: The run is not tracked, its configuration is invalid or names code although `allow_code` is
+                False, or the store cannot be opened.
+            ImportError: MLflow is not installed.
         """
         config = load_tracked_config(run, allow_code)
         folder, uri = config.run.dir, config.tracking.uri
@@ -91,14 +92,14 @@ class MlflowRun:
             embed: True to copy the export's files into the model; False to store only the export's URI.
 
         Raises:
-            ConfigError: The export's URI contains a password, and `embed` is False.
+            ConfigError: The export's URI contains a secret, such as a password, and `embed` is False.
             RunError: MLflow or its store reports an error.
         """
         if not embed and hide(export) != export:
             raise ConfigError(
-                "the URI of the export contains a password, which MLflow would show",
+                "the URI of the export contains a secret, which MLflow would show",
                 where=hide(export),
-                expected="a URI without a password, and credentials in the environment",
+                expected="a URI without secrets, and credentials in the environment",
             )
         import mlflow
         from mlflow.models import Model
@@ -140,7 +141,10 @@ def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
     """Return the arguments `signature` and `input_example` of Model.log, derived from the golden rows."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
-    example = _remove_time_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
+    rows = golden.drop_columns(scores)[:EXAMPLE_ROWS]
+    # Timestamps are in UTC; MLflow does not support time zones.
+    kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
+    example = rows.cast(pa.schema(kinds)).to_pandas()
     return {"signature": make_signature(golden, scores), "input_example": example if len(example) else None}
 
 
@@ -181,12 +185,6 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
         specs.append(ColSpec(kind, field.name, required=False))
     outputs = [each for each in specs if each.name in scores]
     return ModelSignature(Schema([each for each in specs if each.name not in scores]), Schema(outputs))
-
-
-def _remove_time_zones(rows: pa.Table) -> pa.Table:
-    """Return the rows with timestamps in UTC without a time zone, because MLflow does not support time zones."""
-    kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
-    return rows.cast(pa.schema(kinds))
 
 
 def _to_mlflow_type(kind: pa.DataType) -> Any:

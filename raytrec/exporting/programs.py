@@ -50,6 +50,8 @@ class Program:
     def to_pt2_bytes(self) -> bytes:
         """Return the content of a .pt2 file, without example inputs (a pickle) and paths of this machine.
 
+        The example inputs are also removed from `exported`.
+
         Raises:
             ConfigError: The program contains an operator or other content that is not allowed in exports.
         """
@@ -105,7 +107,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
             f"torch cannot export the model: {get_first_line(error)}",
             where=_find_model_line(error),
             expected="operations whose output shapes depend only on input shapes, for any number of rows",
-            do="use x.shape[0] instead of len(x), and torch.where instead of branches on values",
+            do="change this line; common remedies: x.shape[0] for len(x), torch.where for branches on values",
         ) from error
 
 

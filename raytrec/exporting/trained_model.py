@@ -58,6 +58,9 @@ class TrainedModel:
         Args:
             precision: Precision to which rows are rounded, as in an export with this precision.
             checked: True to verify the checksums of the rows that are read; see StoredTable.
+
+        Raises:
+            CheckpointError: A table or its ids cannot be read or are damaged.
         """
         folder, index, tables = self.saved.folder, self.saved.index, {}
         ids = {name: read_id_rows(folder, index, name, self.schema.tables[name]) for name in self.schema.managed}
@@ -73,6 +76,7 @@ def read_trained(saved: Checkpoint) -> TrainedModel:
 
     Raises:
         ConfigError: torch cannot export the model.
+        CheckpointError: The dense weights cannot be read or are damaged.
     """
     config, schema = saved.config, saved.schema
     objective = Objective.of(config, schema)
@@ -142,6 +146,10 @@ def iterate_file_bytes(trained: TrainedModel, stack: StackEntry, number: int) ->
     """Yield the content of a stack's file `number` in pieces. The file begins with row number · block_rows.
 
     For the format, see scoring/stored_tables.py.
+
+    Raises:
+        ConfigError: A value is too large for the precision; see TablePrecision.encode.
+        CheckpointError: A table cannot be read or is damaged.
     """
     precision, tables = PRECISIONS[stack.precision], [(name, trained.schema.tables[name]) for name in stack.tables]
     dim, first = tables[0][1].dim, number * stack.block_rows

@@ -270,7 +270,7 @@ def _has_id_name(s: ColumnStats) -> str | None:
 
 
 def is_ordinal(s: ColumnStats) -> bool:
-    """Return True for a column of few distinct numbers, such as ages, whose name does not end with id."""
+    """Return True for a column without lists, such as an age, of at most MAX_CODE_VALUES values, not named like ids."""
     return s.distinct <= MAX_CODE_VALUES and not s.is_list and not _has_id_name(s)
 
 

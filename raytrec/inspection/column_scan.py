@@ -69,7 +69,7 @@ class Scan:
 
 
 def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label: Callable[[str], bool]) -> Scan:
-    """Read the columns of Parquet files, and return their statistics.
+    """Read the columns of Parquet files, and return their statistics. A terminal shows a progress bar meanwhile.
 
     Args:
         uri: Folder or file of training data.
@@ -79,7 +79,8 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
         is_label: Function that returns True if a column name may be that of a label.
 
     Raises:
-        DataError: The training data has no files, rows or readable columns, or a file cannot be opened.
+        DataError: The training data has no files, rows or readable columns, a footer of the training data cannot be
+            read, or a file cannot be opened.
     """
     listing = list_files(uri, "PARQUET")
     footers: dict[str | None, Footers] = {None: {path: read_footer(path) for path in listing.files}}
@@ -301,6 +302,6 @@ def _unreadable_error(task: str, error: Exception, where: str) -> DataError:
     return DataError(
         f"cannot {task}: {get_first_line(error)}",
         where=where,
-        expected="a complete Parquet file",
-        do="write or copy the file again",
+        expected="a complete and readable Parquet file",
+        do="check that the file can be read; if it is damaged, write or copy it again",
     )

@@ -73,6 +73,9 @@ def inspect(
         max_rows: Approximate number of rows to read from each of training, validation and test data, in row
             groups spread over the files; None: all rows.
 
+    Returns:
+        Inspection with the proposed schema, the transforms that it needs, and a reason for the role of each column.
+
     Raises:
         DataError: The path is empty, contains no Parquet files or rows, or cannot be read.
         SchemaError: No label or no feature is recognized, a named column is missing or unsuitable, or `dim` is invalid.
@@ -203,8 +206,8 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
         (name,) = transform["into"]
         sparse[name], sizes[name] = {"table": name}, {"rows": len(transform["boundaries"]) + 1}
     if not sparse:
-        expected = "columns of numbers, integer ids, text, or lists of ids"
-        raise SchemaError("no column can be a feature", where=uri, expected=expected)
+        reasons = "; ".join(f"{f.stats.name} is {f.kind} ({f.why})" for f in findings)
+        raise SchemaError(f"no column can be a feature: {reasons}", where=uri, expected="numbers, ids or text")
     values: dict[str, Any] = {
         "labels": [f.stats.name for f in findings if f.kind == "label"],
         "dense": [f.stats.name for f in findings if f.kind == "dense"],

@@ -98,7 +98,7 @@ class Inspection:
             overwrite: If True, replace an existing file.
 
         Raises:
-            ConfigError: The file cannot be written, or exists although `overwrite` is False.
+            ConfigError: The file cannot be written, or exists and `overwrite` is False.
         """
         if out is not None:
             check_output_path(out, overwrite)
@@ -138,7 +138,7 @@ class Inspection:
 
 
 def write_schema(text: str, out: str | None) -> None:
-    """Write the text of a schema to the file `out`, or to stdout if `out` is None.
+    """Write the text of a schema to the file `out`, or to stdout, whose encoding becomes UTF-8, if `out` is None.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -163,7 +163,7 @@ def check_output_path(out: str, overwrite: bool) -> None:
     if path.is_dir():
         raise ConfigError("the output path is a folder", where=out, expected="a file: --out schema.yaml")
     if not path.parent.is_dir():
-        raise ConfigError("the folder does not exist", where=str(path.parent), do="create it, or correct --out")
+        raise ConfigError("there is no folder with this path", where=str(path.parent), do="create it, or correct --out")
     if path.exists() and not overwrite:
         raise ConfigError("the file exists", where=out, do="choose another --out, or replace the file with --force")
 

@@ -68,7 +68,10 @@ def has_history_name(f: Finding) -> bool:
 
 
 def find_tables(findings: list[Finding]) -> list[SharedTable]:
-    """Return the tables of sparse findings. In order, lists last, each one can join an earlier finding's table."""
+    """Return the tables for the sparse findings, which are assigned in order, lists last.
+
+    A finding joins the table of an earlier finding if `_explain_sharing` returns a reason, else gets its own table.
+    """
     tables: list[SharedTable] = []
     for f in sorted((f for f in findings if f.kind == "sparse"), key=lambda f: f.stats.is_list):
         is_distinctive = _is_distinctive(f.stats)

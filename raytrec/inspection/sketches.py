@@ -38,7 +38,10 @@ class SmallestHashes:
 
 
 def count_distinct(hashes: np.ndarray) -> int:
-    """Estimate the number of distinct values from their smallest hashes (Bar-Yossef et al. 2002).
+    """Estimate the number of distinct values from their k = MAX_KEPT_HASHES smallest hashes.
+
+    The estimate is (k − 1) ÷ U, where U is the k-th smallest hash ÷ 2⁶⁴ (Beyer et al., "On Synopses for
+    Distinct-Value Estimation Under Multiset Operations", 2007).
 
     Args:
         hashes: Smallest distinct hashes of the values, uint64 [n], ascending. If n is less than MAX_KEPT_HASHES, they

@@ -66,14 +66,22 @@ class TaskRows:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
     ) -> None:
-        """Store rows for the metrics and slices. The arguments are those of BoundedRows.add."""
+        """Store rows for the metrics and slices. The arguments are those of BoundedRows.add.
+
+        Raises:
+            RunError: Rows of groups exceed eval.max_exact_rows and cannot be written to disk.
+        """
         for store in self._stores:
             store.add(logits, labels, weights, keys)
 
     def figures(self, peers: Peers, device: torch.device) -> tuple[dict[str, float | None], dict]:
         """Return key → value, for ranked and group metrics with their counts, and curves (worker.evaluate.Curves).
 
+        If predictions are binned, the first dict also contains the maximum error of ranked metrics (METRIC_bound).
         Undefined values are None or NaN. All ranks must call this method once, at the end; their results are equal.
+
+        Raises:
+            RunError: Rows of groups cannot be written to disk (GroupRows.groups).
         """
         figures: dict[str, float | None] = {}
         curves: dict[str, dict[str, Any]] = {}
@@ -257,8 +265,9 @@ def _measure_slices(
 def _list_lowest(
     values: torch.Tensor, keys: torch.Tensor, rows: torch.Tensor, metrics: dict[str, torch.Tensor], peers: Peers
 ) -> list[dict[str, Any]]:
-    """Return key, rows and metrics of the MAX_LISTED_SLICES slices of all ranks with the lowest finite `values`.
+    """Return key, rows and metrics of the slices of all ranks with the lowest finite `values`.
 
+    The list is sorted by `values` and key and contains at most MAX_LISTED_SLICES slices. A metric is None if undefined.
     This is a collective operation: every rank must call it.
     """
     order = values.nan_to_num(nan=float("inf")).argsort(stable=True)[:MAX_LISTED_SLICES]
@@ -287,7 +296,10 @@ class SliceNames:
         self._places = {name: key_columns.index(name) for name in columns}
 
     def note(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged, and record the texts of their slice values in `of`."""
+        """Yield the batches unchanged, and record in `of` the slice values of their rows with a weight above 0.
+
+        Nothing is recorded from batches without keys or without reserved columns.
+        """
         for batch in batches:
             if self.of and batch.reserved is not None and batch.keys is not None:
                 keys_BK = batch.keys[batch.weights > 0].numpy()

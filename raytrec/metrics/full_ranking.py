@@ -105,8 +105,8 @@ class FullRanking:
     def add(self, vectors_BD: torch.Tensor) -> None:
         """Rank the right items of each query in the oldest stored batch, update the metrics, and discard the batch.
 
-        This is a collective operation: every rank must call it. `vectors_BD` contains the query vectors of all rows
-        of the batch.
+        This is a collective operation: every rank must call it, with a batch that may contain no query. `vectors_BD`
+        contains the query vectors of all rows of the batch, including padding, float32 [B, D].
         """
         own_rows, *arrays = self._pending.popleft()
         query_vectors = vectors_BD[own_rows.to(vectors_BD.device)]
@@ -274,8 +274,9 @@ def compare_fast(
     """Yield the masks of `compare_exact`, computing in float64 only where float32 cannot decide.
 
     Most GPUs compute float64 at 1/32 or 1/64 of the speed of float32. A float32 dot product of D terms has an
-    error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (Higham 2002, 3.1). Rounding a score
-    adds an error of at most 2⁻²⁴ of the score. The limits in this function are twice as wide.
+    error of at most D · 2⁻²⁴ · ‖query‖ · ‖item‖ in any summation order (N. Higham, Accuracy and Stability of
+    Numerical Algorithms, 2002, section 3.1). Rounding a score adds an error of at most 2⁻²⁴ of the score. The limits
+    in this function are twice as wide.
     """
     unit = 2.0**-23
     lengths = torch.outer(*(part.double().norm(dim=1).float() for part in (queries_QD, items_ND)))

@@ -31,7 +31,7 @@ class Groups:
         count: Number of groups, G.
         predictions: Predictions of the rows, float64 [N].
         labels: Labels of the rows, float64 [N].
-        weights: Row weights above 0, float64 [N].
+        weights: Row weights above 0, float64 [N]; NaN for rows whose prediction is NaN.
         items: Item keys, int64 [N]; None if no metric of the task needs items.
     """
 
@@ -53,7 +53,8 @@ class Groups:
     ) -> Groups:
         """Return the groups formed by rows, given in any order; all rows of a group must be present.
 
-        Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the row's weight NaN.
+        Rows with the same key in `keys_N` (int64) form a group. A NaN prediction makes the row's weight NaN. The
+        other arguments are float32 or float64 [N], and item keys, int64 [N]; None: no items.
         """
         weights_N = weights_N.masked_fill(predictions_N.isnan(), float("nan"))
         order = labels_N.argsort(stable=True)
@@ -95,7 +96,7 @@ class Groups:
         return values_N[order[self.of[order].argsort(stable=True)]]
 
     def auc(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weighted AUC of each group, and a mask of groups with both classes (`compute_group_auc`)."""
+        """Return the weighted AUC of each group, and a mask of groups with both classes (see `compute_group_auc`)."""
         positive, negative = self.weights * self.relevant, self.weights * ~self.relevant
         return compute_group_auc(self.of, self.count, self.predictions, positive, negative)
 
@@ -110,7 +111,7 @@ def compute_group_auc(
     Args:
         of_N: Index of each row's group, as in Groups; rows are sorted by group and descending prediction.
         count: Number of groups, G.
-        predictions_N: Predictions of the rows.
+        predictions_N: Predictions of the rows, float [N].
         positive_N: Weight of each row as a positive row, float64; 0 for negative rows.
         negative_N: Weight of each row as a negative row, float64; 0 for positive rows.
     """
@@ -134,8 +135,8 @@ class GroupRows(BoundedRows):
     """Rows of one task on this rank, stored until the ranks exchange rows to complete all groups.
 
     A row takes 20 bytes, or 28 with its item. If there are more than `exact_rows` rows in memory, they are appended to
-    unnamed temporary files, one per column, which the system deletes when the process ends.
-    `add` and `groups` raise RunError if a file cannot be written.
+    unnamed temporary files, one per column, which the system deletes when the process ends. `add` raises RunError if a
+    file cannot be written.
 
     Args:
         predict: Function of the task that converts logits to predictions.
@@ -155,6 +156,9 @@ class GroupRows(BoundedRows):
 
         Every part requires collective operations, so all ranks must consume the iterator; they yield the same number
         of parts. Rows are sorted on `device`, and discarded when they have been yielded.
+
+        Raises:
+            RunError: Another rank has rows on disk, and the rows of this rank cannot be written to temporary files.
         """
         for rows in self._parts(peers):
             logits, labels, weights, keys, *item = peers.send(rows, assign_ranks(rows[3], peers.world))
@@ -206,5 +210,5 @@ class GroupRows(BoundedRows):
 
 
 def assign_ranks(keys_N: torch.Tensor, world: int) -> torch.Tensor:
-    """Return the rank that owns each key, int64 [N]. Hashing spreads distinct keys evenly over the ranks."""
+    """Return the rank, from 0 to world - 1, that owns each key, int64 [N]. Hashing spreads distinct keys evenly."""
     return (hash_bits(keys_N) >> 8) % world

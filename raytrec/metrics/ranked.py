@@ -166,7 +166,7 @@ class BoundedRows:
     def add(
         self, logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, keys: Mapping[str, torch.Tensor]
     ) -> None:
-        """Add rows in host memory with weights above 0. If there are then too many rows, compact all of them.
+        """Add rows in host memory with weights above 0. If more than `exact_rows` rows are stored, compact all of them.
 
         Args:
             logits: Logits, float32 [n].

@@ -115,8 +115,8 @@ class SumMetric(Metric):
 class RankedMetric(Metric):
     """Metric over the rows of an evaluation, sorted by prediction across all ranks.
 
-    `sums` takes this rank's part of the rows (RankedRows). The value is undefined unless all labels are 0 or 1
-    and both occur.
+    `sums` takes this rank's part of the rows (RankedRows). The value is undefined if a prediction is NaN, or unless all
+    labels are 0 or 1 and both occur.
     """
 
     takes = ("probability", "number", "score")
@@ -189,7 +189,7 @@ class GroupMetric(Metric):
 
     @classmethod
     def counts(cls, sums: Mapping[str, torch.Tensor]) -> dict[str, float | torch.Tensor]:
-        """Return the number of groups and the number of groups without a value."""
+        """Return the number of groups (key GROUPS) and the number of groups without a value (key `left_out`)."""
         return {GROUPS: sums["groups"], cls.left_out: sums["left_out"]}
 
 
@@ -208,21 +208,20 @@ def metric(
     takes: tuple[Kind, ...] | None = None,
     at_k: bool = False,
 ) -> Callable[[T], T]:
-    """Return a class decorator that sets the attributes of a metric class and registers built-in metrics.
+    """Return a decorator that sets the attributes of a metric class, registers built-in metrics and returns the class.
 
     Args:
         name: Name: a lower-case letter, then lower-case letters, digits and _. Names in RESERVED are not allowed.
         title: Title in result tables; default: the name.
         label: Short name for console lines and axes; default: the name.
-        better: Direction of better values: higher, lower, closer to 1, or None. With None, checkpoints cannot be
-            ranked by the metric.
+        better: Direction of better values: higher, lower, closer to 1, or None. None: it cannot rank checkpoints.
         format: Format string for values, such as "{:.4f}" or "{:.1%}".
         takes: Supported kinds of predictions (Loss.predicts); default: the class attribute `takes`.
         at_k: True if configurations name the metric as NAME@10, where 10 is `k`; {k} in title and label is
             replaced by that number.
 
     Raises:
-        ConfigError: The name, `better` or `format` is invalid, or the decorated class is not a metric class.
+        ConfigError: Raised by the decorator if an argument is invalid, or the object is not a subclass of KINDS.
     """
 
     def register(cls: T) -> T:
@@ -239,7 +238,7 @@ def metric(
         if not FORMAT.fullmatch(format):
             expected = 'a format string such as "{:.4f}", "{:.1%}" or "{:,.0f}"'
             raise ConfigError(f"format={format!r} is invalid", where=where, expected=expected)
-        if not issubclass(cls, KINDS):
+        if not (isinstance(cls, type) and issubclass(cls, KINDS)):
             raise ConfigError(f"{cls.__name__} is not a metric", where=where, expected=f"a subclass of {KIND_NAMES}")
         cls.name, cls.better, cls.format, cls.at_k = name, better, format, at_k
         cls.title, cls.label = title or name, label or name
@@ -258,11 +257,11 @@ def find_metric(reference: str, folder: str | None = None) -> type[Metric]:
 
     Args:
         reference: Name of a metric, or `module:name` of a user's class, with @k if the metric has a cutoff.
-        folder: Folder from which the module can be imported, in addition to Python's path.
+        folder: Folder that is added to sys.path if the module is not found; None: no folder.
 
     Raises:
-        ConfigError: The metric does not exist, is not a class with @metric, or reuses the name of a built-in
-            metric; or k is missing, not an integer from 1 to 999,999,999, or not supported.
+        ConfigError: The metric does not exist or cannot be imported, is not a class with @metric, or reuses the name
+            of a built-in metric; or k is missing, not an integer from 1 to 999,999,999, or not supported.
         Exception: Any error raised by the user's module during import.
     """
     (name, separator, places), where = reference.partition("@"), f"{WHERE}: {reference}"

@@ -67,7 +67,7 @@ class Row(NamedTuple):
     brief: bool
 
     def difference(self, value: float, other: float) -> str:
-        """Return the difference `value - other` as text with a sign, in the format of this row."""
+        """Return the difference `value - other` of two numbers as text with a sign, in the format of this row."""
         form = self.form.replace("{:", "{:+") if "{:" in self.form else "{:+}"
         return form.format(value - other)
 
@@ -100,7 +100,10 @@ def _list_metric_counts(figure: MetricDisplay) -> dict[str, tuple[str, str, str]
 
 
 def as_text(value: Any, form: str) -> str:
-    """Return a value as text: finite numbers formatted with `form`, "–" for None, and str(value) for other values."""
+    """Return a value as text: numbers (parse_number) formatted with `form`, "–" for None, str(value) for other values.
+
+    `form` is a format string with one replacement field, such as "{:,}".
+    """
     if value is None:
         return "–"
     return str(value) if isnan(parse_number(value)) else form.format(value)
@@ -123,7 +126,7 @@ class DataTable(NamedTuple):
 def build_slice_tables(result: Mapping[str, Any]) -> list[tuple[str, DataTable]]:
     """Return (title, table) for the largest and the worst slices of each task and column in a result.
 
-    Invalid entries of the result are skipped.
+    Invalid entries of the result and empty lists of slices are skipped.
     """
     tasks = as_dict(result.get(SLICES))
     return [

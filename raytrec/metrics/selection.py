@@ -64,7 +64,7 @@ class MetricDisplay:
     sums: bool
 
     def text(self, value: Any) -> str:
-        """Return a value as text; "–" if the value is NaN or not a number."""
+        """Return a value as text; "–" if the value is not a finite number."""
         return "–" if isnan(parse_number(value)) else self.format.format(value)
 
     def loss(self, value: float) -> float:
@@ -85,7 +85,8 @@ class MetricDisplay:
 class Selection:
     """Metrics of a run's tasks.
 
-    The constructor imports the modules of user-defined metrics.
+    The constructor imports the modules of user-defined metrics; if one is not found, it adds the working directory to
+    sys.path.
 
     Args:
         tasks: Tasks in the order of the configuration.
@@ -100,6 +101,7 @@ class Selection:
     Raises:
         ConfigError: A metric is invalid (`find_metric`), occurs twice in a task, or does not support the task; or one
             of several tasks has the name "retrieval", although eval.retrieval is set.
+        Exception: Any error raised by a user's module during import.
     """
 
     def __init__(self, tasks: Sequence[Task], settings: EvalSection | None = None):
@@ -129,6 +131,7 @@ class Selection:
 
         Raises:
             ConfigError: See `resolve_tasks` and the constructor.
+            Exception: Any error raised by a user's module during import.
         """
         return cls(resolve_tasks(config.tasks, schema), config.eval)
 
@@ -154,7 +157,10 @@ class Selection:
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Return key of metric → key of its count of positives (POSITIVES), for all metrics whose best value is 1."""
+        """Return key of metric → key of its count of positives (POSITIVES), for tasks' metrics whose best value is 1.
+
+        A user-defined metric need not have this count.
+        """
         return {
             self.key(task, metric.name): self.key(task, POSITIVES)
             for task, metrics in self.of.items()
@@ -166,9 +172,9 @@ class Selection:
         """Return the metric that ranks evaluations.
 
         Args:
-            key: METRIC, TASK.METRIC or retrieval.METRIC, optionally prefixed with `eval.`. None: the first
-                metric whose highest or lowest value is best, preferably one that training computes, else the
-                first metric whose best value is 1.
+            key: METRIC, TASK.METRIC or retrieval.METRIC, optionally prefixed with `eval.`. None: the first metric
+                whose highest or lowest value is best; without one, the first metric whose best value is 1. In both
+                cases, metrics that training computes take precedence.
             where: Configuration key that contains `key`, for error messages.
 
         Raises:
@@ -192,7 +198,7 @@ def select_ranking_metrics(places: Sequence[int]) -> list[type[GroupMetric]]:
     """Return the metrics of full rankings: all built-in metrics that define `of_ranks`, those with a cutoff first.
 
     Args:
-        places: Cutoffs k for metrics with a cutoff, such as recall@k.
+        places: Cutoffs k, at least 1, for metrics with a cutoff, such as recall@k; duplicates are ignored.
     """
     rankable: list[Any] = [m for m in METRICS.parts.values() if issubclass(m, GroupMetric) and "of_ranks" in vars(m)]
     at_places = [specialize_at_k(m, k) for m in rankable if m.at_k for k in dict.fromkeys(places)]

@@ -47,7 +47,10 @@ class MetricSums:
                     self._functions[task].setdefault(metric.sums, f"{task}.{metric.name}.")
 
     def add(self, outputs: StepOutputs) -> None:
-        """Add the outputs of one step on this rank to the sums. The host does not wait for the device."""
+        """Add the outputs of one step on this rank to the sums. The outputs are stored until enough steps are pending.
+
+        The host does not wait for the device, except on rank 0 when it first adds to sums from `resume`.
+        """
         self._pending.append(replace(outputs, vectors=None))
         values = sum(own.logits.numel() for step in self._pending for own in step.tasks.values())
         if len(self._pending) == MAX_PENDING_STEPS or values >= MAX_PENDING_LOGITS:
@@ -74,13 +77,17 @@ class MetricSums:
     def total(self) -> dict[str, float]:
         """Return name → sum over all ranks since the last reset, for checkpoints (`resume`). Nothing is reset.
 
-        This is a collective operation: every rank must call it.
+        The sums include those passed to `resume`. Without these and before the first step, the dict is empty. This is
+        a collective operation: every rank must call it.
         """
         sums = self._reduce_over_ranks().tolist()
         return dict(zip(self._names, sums, strict=True))
 
     def resume(self, total: dict[str, float]) -> None:
-        """Start from the sums that `total` returned, possibly on another number of ranks. Call before `add`."""
+        """Start from the sums that `total` returned, possibly on another number of ranks.
+
+        Call it before `add`, after torch.distributed has been initialized. Only rank 0 stores the sums.
+        """
         self._names = list(total)
         self._resumed = dict(total) if dist.get_rank() == 0 else {}
 
@@ -111,8 +118,9 @@ class MetricSums:
         Returns:
             The number of rows ("rows"), the value and counts of each SumMetric of each task, and counted_rows of
             each task in which rows can be excluded. In training, also "loss", the mean loss over steps weighted by
-            rows, and, if there are several tasks, the mean loss of each task. Metrics and losses are NaN if they are
-            undefined or if all rows are excluded. Before the first step, the only key is "rows".
+            rows, and, if it is a sum of several losses (StepOutputs.losses), the mean loss of each task. Metrics and
+            losses of a task are NaN if they are undefined or if all of its rows are excluded; "loss" omits such
+            tasks. Before the first step, the only key is "rows", unless `resume` has set sums.
         """
         sums = dict(zip(self._names, taken, strict=True))
         figures: dict[str, float] = {ROWS: round(float(sums[ROWS])) if ROWS in sums else 0}

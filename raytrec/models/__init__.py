@@ -60,6 +60,8 @@ def build_model(
 ) -> nn.Module:
     """Return a new instance of the model named by `model.name`.
 
+    If the module of a user-defined class is not found, the working directory is added to sys.path.
+
     Args:
         schema: Schema of the data.
         config: Section `model` of the configuration.

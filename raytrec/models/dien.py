@@ -29,12 +29,12 @@ class DIEN(nn.Module):
 
     For id vectors e_1 … e_T, oldest first, and the target's vector e_a:
         h_t = GRU(e_t, h_{t−1}), as wide as e
-        a_t = softmax over t of h_t W e_a
+        a_t = softmax over t of h_t W e_a, with a learned matrix W
         the encoding is the last state of AUGRU(h_t, a_t); 0 for an empty sequence
     With negatives n_1 … n_T, one per id, the model's own loss for a row, which is added to the tasks' losses, is
         −α · Σ over t from 1 to T − 1 of [ln σ(⟨h_t, e_{t+1}⟩) + ln(1 − σ(⟨h_t, n_{t+1}⟩))]
-    summed over the sequences that share the negatives' table. A row's negatives are in the same order as its ids.
-    Terms for ids without a negative are omitted.
+    summed over the sequences that share the negatives' table, with α = model.auxiliary_weight. A row's negatives are
+    in the same order as its ids. Terms for ids without a negative are omitted.
     The MLP's activations are PReLU (see DIN in target_attention.py).
 
     Args:

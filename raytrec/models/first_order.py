@@ -12,7 +12,7 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 
 
 class WideDeep(nn.Module):
-    """Wide & Deep: logit = wide part + wᵀ MLP(concatenated deep part) + b.
+    """Wide & Deep: logit = wide part + wᵀ MLP(concatenated deep part) + b, with learned w and b.
 
     Cheng et al. 2016, arXiv:1606.07792. The wide part is linear in ids and dense columns. The weight of an id is the
     first number of its table row, which the MLP does not read. With T outputs, the first T numbers are weights. A
@@ -74,11 +74,12 @@ class WideDeep(nn.Module):
 class DeepFM(nn.Module):
     """DeepFM: logit = Σᵢ wᵢ xᵢ + Σᵢ<ⱼ ⟨vᵢ, vⱼ⟩ xᵢ xⱼ + wᵀ MLP(all vectors concatenated) + b.
 
-    Guo et al. 2017, arXiv:1703.04247. The weight wᵢ and the vector vᵢ of an id are stored in one table row
-    (layers.FieldVectors). Each of several outputs has its own weights and last layer. An output sums the D
-    numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ xᵢ xⱼ, multiplied by learned factors that are initially 1. For a single output, the
-    factors are fixed to 1. (torchrec.modules.deepfm.FactorizationMachine also multiplies the numbers within
-    each vector and therefore differs from the paper.)
+    Guo et al. 2017, arXiv:1703.04247. xᵢ is the value of a dense column, or 1 for an id. The weight wᵢ and the vector
+    vᵢ of an id are stored in one table row (layers.FieldVectors). w and b belong to the last layer. Each of several
+    outputs has its own weights and last layer. An output sums the D numbers of Σᵢ<ⱼ vᵢ ⊙ vⱼ xᵢ xⱼ, multiplied by
+    learned factors that are initially 1. For a single output, the factors are fixed to 1.
+    (torchrec.modules.deepfm.FactorizationMachine also multiplies the numbers within each vector and therefore differs
+    from the paper.)
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim, larger than `outputs`.
@@ -111,8 +112,9 @@ def sum_pair_products(vectors_BFD: torch.Tensor) -> torch.Tensor:
 class XDeepFM(nn.Module):
     """xDeepFM with logit = Σᵢ wᵢ xᵢ + w₁ᵀ CIN(vectors) + w₂ᵀ MLP(all vectors concatenated) + b.
 
-    Lian et al. 2018, arXiv:1803.05170. The weight wᵢ and the vector of an id are stored in one table row
-    (layers.FieldVectors). CIN is the compressed interaction network.
+    Lian et al. 2018, arXiv:1803.05170. xᵢ is the value of a dense column, or 1 for an id. The weight wᵢ and the vector
+    of an id are stored in one table row (layers.FieldVectors). CIN is the compressed interaction network. w₁, w₂ and b
+    belong to the last layer.
 
     Args:
         schema: Schema with any dense columns; all tables have the same dim, larger than `outputs`.
@@ -141,9 +143,9 @@ class XDeepFM(nn.Module):
 class CIN(nn.Module):
     """Compressed interaction network (xDeepFM, equations 6 and 8): float [B, F, D] → [B, Σ sizes].
 
-    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ vector j), where the rows of layer 0 are the
-    vectors. The output contains, for every row of every layer, the sum of the row's D numbers. As in the paper's
-    best variant, there is no activation between layers.
+    Row h of layer k is Σᵢⱼ W[k,h,i,j] · (row i of layer k − 1 ⊙ vector j) with learned weights W, where the rows of
+    layer 0 are the vectors. The output contains, for every row of every layer, the sum of the row's D numbers. As in
+    the paper's best variant, there is no activation between layers.
 
     Args:
         fields: F, the number of vectors.

@@ -18,10 +18,10 @@ from raytrec.models.parts.layers import ConcatInputs, FieldVectors, mlp, mlp_and
 class FinalMLP(nn.Module):
     """FinalMLP: logit = b + w₁ᵀ o₁ + w₂ᵀ o₂ + Σ over heads of o₁ₕᵀ Wₕ o₂ₕ, where stream s is oₛ = MLPₛ(gateₛ ⊙ e).
 
-    Mao et al. 2023, arXiv:2304.00902. e is the concatenation of dense columns and embeddings. gateₛ =
-    2 σ(MLP(features of the stream's gate)), so each stream emphasizes different features. A gate without features
-    reads a learned vector; without `gating`, all weights are 1. o₁ and o₂ are each cut into equal
-    parts, one per head; head h reads part h of both.
+    Mao et al. 2023, arXiv:2304.00902. b, the vectors w and the matrices W are learned. e is the concatenation of dense
+    columns and embeddings. gateₛ = 2 σ(MLP(features of the stream's gate)), so each stream emphasizes different
+    features. A gate without features reads a learned vector; without `gating`, all weights are 1. o₁ and o₂ are each
+    cut into equal parts, one per head; head h reads part h of both.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.
@@ -82,7 +82,7 @@ class Gate(nn.Module):
         Args:
             dense: Dense columns, float32 [B, n].
             pooled: Feature → its embeddings.
-            more_BM: Values that are appended to the context of a gate with members; default: none.
+            more_BM: Values that are appended to the context of a gate with members, float [B, more]; default: none.
         """
         context = self.vector if self.context is None else self.context(dense, pooled)
         context = context if more_BM is None else torch.cat([context, more_BM], dim=1)

@@ -47,6 +47,10 @@ class HstuRank(nn.Module):
         schema: Schema with at least one sequence; each sequence has the dim of its target.
         config: Names of the columns, layer sizes and dropout.
         tasks: Task → number of its logit columns.
+
+    Raises:
+        ConfigError: The schema has no sequence, a target does not exist or is ambiguous, or a pattern in
+            model.candidate matches nothing.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection, tasks: Mapping[str, int]):
@@ -149,9 +153,9 @@ def make_encoder(inputs: int, config: HstuRankSection) -> nn.Sequential:
 class Actions(nn.Module):
     """Encoder of the actions of events: side features, float64 [N, n] → float32 [N, D].
 
-    An action is one bit of a bit mask, or a threshold that a number reaches (`model.actions`). The input of
-    the MLP is 1 for each action of the event and 0 for all other actions. The weights of an action in the first
-    layer act as its embedding.
+    An action is one bit of a bit mask, or a threshold that a number reaches (`model.actions`, which must not be empty).
+    The input of the MLP is 1 for each action of the event and 0 for all other actions. A bit mask below 0 has no
+    actions. The weights of an action in the first layer act as its embedding.
     """
 
     def __init__(self, schema: Schema, config: HstuRankSection):
@@ -179,7 +183,7 @@ class Actions(nn.Module):
 class TransducerLayer(nn.Module):
     """Hierarchical sequential transduction unit for tokens of users and of candidates.
 
-    With layer norms N and N′ and dropout d, each head computes:
+    With layer norms N and N′, dropout d and learned W₁, W₂ and b, each head computes:
 
         k, v, q, u = W₁ N x + b
         a_ij = silu(⟨q_i, k_j⟩ ÷ √width of a head) ÷ `tokens`   if token i attends to j, else 0

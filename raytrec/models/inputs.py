@@ -57,6 +57,8 @@ class SequenceLookup:
     def __call__(self, embeddings: dict[str, torch.Tensor], batch: Batch) -> dict[str, Any]:
         """Return feature → input of the model: a Sequence if the model reads it id by id, else the embeddings.
 
+        If `with_ids` is not empty, the ids of these features are added under the key IDS.
+
         Args:
             embeddings: Output of PooledEmbeddings: feature → float32 [B, dim]; [B, L, dim] for sequences read
                 id by id, [N, dim] for candidates.

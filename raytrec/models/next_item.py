@@ -38,6 +38,9 @@ class NextItem(nn.Module, ABC):
         config: Names of the features, layer sizes and loss settings.
         outputs: Number of logits per row; with several outputs, each has its own query (sampled_loss.Queries).
         vectors: True to also return query and item vectors; the query is divided by the temperature.
+
+    Raises:
+        ConfigError: model.log_share is not a side feature of the negatives.
     """
 
     def __init__(self, schema: Schema, config: NextItemSection, outputs: int = 1, vectors: bool = False):
@@ -74,7 +77,10 @@ class NextItem(nn.Module, ABC):
         return self._normalize(inputs[self.config.item])
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs."""
+        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs.
+
+        In training with share_negatives, this is a collective operation: every rank must call it.
+        """
         history, item_BD = inputs[self.config.history], self.item(dense, inputs)
         packed = pack_ids(history.present, history.lengths)
         states_ND, own_B = self.states(history, packed), None
@@ -145,8 +151,8 @@ class SASRec(NextItem):
         x ← x + d(attention(N x))         multi-head, causal
         x ← x + d(W₂ · d(relu(W₁ N x)))
 
-    The state is N of the last block's x. The arguments are those of NextItem. D must be divisible by the number
-    of heads.
+    The state is N of the last block's x. The arguments and errors are those of NextItem. D must be divisible by the
+    number of heads.
     """
 
     def __init__(self, schema: Schema, config: SasrecSection, outputs: int = 1, vectors: bool = False):
@@ -226,6 +232,9 @@ class HSTU(NextItem):
     logarithmic buckets of the time between two items. Weights do not add up to 1, so the number of relevant
     items matters as well. The state is the last layer's x. The arguments are those of NextItem. model.width must
     be divisible by the number of heads.
+
+    Raises:
+        ConfigError: As for NextItem, or model.time is not a side feature of the history.
     """
 
     def __init__(self, schema: Schema, config: HstuSection, outputs: int = 1, vectors: bool = False):

@@ -36,7 +36,8 @@ class TwoTower(nn.Module):
         vectors: True to also return query and item vectors.
 
     Raises:
-        ConfigError: A feature is in neither or both towers, or a pattern matches no feature.
+        ConfigError: A feature is in neither or both towers, a pattern matches no feature, or model.log_share is not a
+            side feature of the negatives.
     """
 
     def __init__(self, schema: Schema, config: TwoTowerSection, outputs: int = 1, vectors: bool = False):
@@ -77,7 +78,8 @@ class TwoTower(nn.Module):
     def forward(self, dense: torch.Tensor, pooled: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logit of each row, float32 [B]; [B, outputs] if there are several outputs.
 
-        With `vectors` or an own loss, the columns are those of `combine_outputs`, where D is tower_mlp[-1].
+        With `vectors` or an own loss, the columns are those of `combine_outputs`, where D is tower_mlp[-1]. In training
+        with share_negatives, this is a collective operation: every rank must call it.
         """
         query, item_BD = encode_requests_once(self.query, dense, pooled), self.item(dense, pooled)
         if self.queries == 1 and not self.vectors and not self.config.own_loss:
@@ -141,6 +143,9 @@ class MatrixFactorization(nn.Module):
         outputs: Number of logits per row; each of several outputs has its own query (sampled_loss.Queries) and
             its own b.
         vectors: True to also return query and item vectors.
+
+    Raises:
+        ConfigError: model.log_share is not a side feature of the negatives.
     """
 
     def __init__(self, schema: Schema, config: MfSection, outputs: int = 1, vectors: bool = False):
@@ -159,7 +164,10 @@ class MatrixFactorization(nn.Module):
         return inputs[self.config.item]
 
     def forward(self, dense: torch.Tensor, inputs: dict) -> torch.Tensor:
-        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs."""
+        """Return the logits, float32 [B]; with several outputs, `vectors` or an own loss, see combine_outputs.
+
+        In training with share_negatives, this is a collective operation: every rank must call it.
+        """
         item_BD, bias_BT = self.item(dense, inputs), None
         if self.bias is not None:
             bias_BT = encode_requests_once(lambda _, given: given[self.config.user][:, -1:], dense, inputs) + self.bias
@@ -197,6 +205,9 @@ class NeuMF(nn.Module):
         config: Names of the features, layer sizes, negatives and loss settings.
         outputs: Number of logits per row; all outputs share everything except w and b. The model's own loss uses
             the last output.
+
+    Raises:
+        ConfigError: model.gmf_dim or model.shared does not fit the dims of the tables, or both are set.
     """
 
     def __init__(self, schema: Schema, config: NcfSection, outputs: int = 1):

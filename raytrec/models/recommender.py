@@ -87,7 +87,10 @@ class ModelCall:
         return select_last_vectors(output) if tower else output
 
     def run(self, module_or_method: Callable[..., torch.Tensor], dense: torch.Tensor, *inputs: Any) -> torch.Tensor:
-        """Call a model or one of its methods with the configured precision, and return the output in float32."""
+        """Call a model or one of its methods with the configured precision, and return the output in float32.
+
+        With `graph_rows`, a call with another number of rows in `dense` runs uncompiled.
+        """
         if self.graph_rows is None:
             return self._run(module_or_method, dense, *inputs)
         if len(dense) != self.graph_rows:  # any other size would compile the model again and record another graph
@@ -129,6 +132,7 @@ def build_recommender(
 
     Raises:
         ConfigError: The model (see `build_model`) or a table's plan contradicts the schema.
+        Exception: Any error raised by the module or the constructor of a user-defined model.
     """
     torch.manual_seed(config.run.seed)
     model = build_model(schema, config.model, tasks, vectors).to(device)

@@ -138,6 +138,7 @@ def count_dense_layers(
 
     Raises:
         ConfigError: No model can be built from this schema.
+        RuntimeError: The dense layers fail on CPU as well.
     """
     from raytrec.checks.parity.batches import make_local_batch, make_random_batches
     from raytrec.tasks.task import resolve_tasks

@@ -37,7 +37,7 @@ MAX_REFUSALS = 3  # number of failed plans, while hosts are doubled, after which
 class MemoryShortage:
     """Memory tier (memory.TIERS) in which `rank`, the fullest rank, needs more GiB than it has.
 
-    A rank has an equal share of its host's memory and disk.
+    A rank has an equal share of its host's main memory and disk.
     """
 
     tier: str
@@ -97,7 +97,12 @@ class ClusterEstimator:
         self._parameters: list[Any] = []
 
     def __call__(self, cluster: Cluster, remedies: bool = False) -> ClusterEstimate:
-        """Return the prediction for a cluster, with remedies if requested and if the run does not fit."""
+        """Return the prediction for a cluster, with remedies if requested and if the run does not fit.
+
+        Raises:
+            ConfigError: The settings of a table are invalid on any cluster (constraints.resolve_constraints), the rates
+                lack an optimizer, or no model can be built from the schema.
+        """
         config = _configure_for(self._config, cluster)
         estimate = self._predict(config, cluster)
         if remedies and not estimate.fits:
@@ -179,6 +184,7 @@ class ClusterEstimator:
         The number of hosts is doubled, starting from `min_hosts` (with fused kernels only, at least the number whose
         devices can hold the tables), and then bisected. The search ends at MAX_HOSTS hosts, at one row per GPU, and
         after MAX_REFUSALS clusters without a plan. `make_cluster` returns the cluster with a given number of hosts.
+        Errors are those of `__call__`.
         """
         single_host = make_cluster(1)
         config = _configure_for(self._config, single_host)
@@ -213,7 +219,8 @@ class ClusterEstimator:
         """Return the prediction for the smallest cluster of each machine type on which the run fits.
 
         The predictions are sorted by number of GPUs, then by price. Machine types on which the run does not fit are
-        omitted. `prices` maps machine names to prices per hour; missing prices are sorted as 0.
+        omitted. `prices` maps machine names to prices per hour; missing prices are sorted as 0. Errors are those of
+        `__call__`.
         """
         estimates = [self.find_smallest_cluster(partial(Cluster.from_machine, machine=machine)) for machine in machines]
         found = [each for each in estimates if each]
@@ -256,7 +263,7 @@ def dry_run(
     if min(cluster.hosts, gpus) < 1:
         kind = "worker" if device == "cpu" else "GPU"
         what = f"the cluster has {cluster.hosts} × {gpus} {kind}s"
-        raise ConfigError(what, expected=f"at least one host, with at least one {kind} each")
+        raise ConfigError(what, where="cluster", expected=f"at least one host, with at least one {kind} each")
     memory = int((config.plan.memory_gib or cluster.memory_gib) * GIB)
     host_share, disk_share = int(cluster.host_memory_gib * GIB) // gpus, int(cluster.disk_gib * GIB) // gpus
     hosts = Hosts(gpus, (), memory, host_share, disk_share)

@@ -96,6 +96,9 @@ class LoadCounter:
         schema: Schema of the data.
         hosts: Number of groups of ranks connected by fast links (Cluster.linked).
         gpus: Number of ranks per group.
+
+    Raises:
+        ConfigError: A key of optim.tables matches no table.
     """
 
     def __init__(self, config: RunConfig, schema: Schema, hosts: int, gpus: int):
@@ -119,7 +122,7 @@ class LoadCounter:
         return out
 
     def add(self, out: Loads, table: PlannedTable, times: int = 1) -> None:
-        """Add the loads of a table to `out`; with times = −1, subtract them."""
+        """Add the loads of a table to `out` in place; with times = −1, subtract them."""
         names, kind = self._features_of_table[table.table], table.sharding_type
         ids_per_row, by_id = sum(self._lengths[n] for n in names), table.table in self._features.tables_by_id
         vectors = ids_per_row if by_id else len(names)  # vectors sent per row

@@ -116,7 +116,7 @@ MACHINES = {
 def find_machine(name: str, where: str = "--on") -> Machine:
     """Return the machine type with a name such as 8xh100-sxm; 8xh100 and 8xa100 mean 8xh100-sxm and 8xa100-80.
 
-    `where` is the option or file that contains the name, for the error.
+    Case and surrounding blanks are ignored. `where` is the option or file that contains the name, for the error.
 
     Raises:
         ConfigError: There is no machine type with this name.
@@ -155,7 +155,8 @@ class Cluster(NamedTuple):
     ) -> Cluster:
         """Return a cluster of hosts that are described by their sizes alone.
 
-        By default, a host has twice the memory of its GPUs, and a disk that is large enough for any table.
+        If `host_gib` is None or 0, a host has twice the memory of its GPUs. If `disk_gib` is None or 0, its disk is
+        large enough for any table.
         """
         return cls(hosts, gpus, memory_gib, host_gib or 2 * memory_gib * gpus, disk_gib or DEFAULT_DISK_GIB)
 
@@ -177,7 +178,7 @@ class Cluster(NamedTuple):
 
     @property
     def gib_by_tier(self) -> dict[str, float]:
-        """Return tier (memory.TIERS) → GiB per rank; ranks share their host's memory and disk equally."""
+        """Return tier (memory.TIERS) → GiB per rank; ranks share their host's main memory and disk equally."""
         return {"device": self.memory_gib, "host": self.host_memory_gib / self.gpus, "disk": self.disk_gib / self.gpus}
 
     @property
@@ -193,24 +194,25 @@ def parse_cluster(text: str) -> Cluster:
     disk. The last two sizes are optional.
 
     Raises:
-        ConfigError: The text has another format, a number is 0, or there is no machine with this name.
+        ConfigError: The text has another format, the number of machines or GPUs or the memory of a GPU is 0, or no
+            known machine has this name.
     """
     count_match = re.fullmatch(r"\s*(\d+)x(\d+x.+)", text)
     count, name = (int(count_match[1]), count_match[2]) if count_match else (1, text)
     sizes_match = HOST_SIZES_PATTERN.fullmatch(name.strip().lower())
-    for number, what in (count, "machines"), (int(sizes_match[1]) if sizes_match else 1, "GPUs"):
-        if number < 1:
-            raise ConfigError(f"the number of {what} is {number}", where=f"--on {text}", expected="at least 1")
-    if sizes_match:
-        memory, host, disk = (float(size) if size else None for size in sizes_match.groups()[1:])
-        return Cluster.from_sizes(count, int(sizes_match[1]), memory, host, disk)
+    sizes = [float(size) if size else None for size in sizes_match.groups()] if sizes_match else []
+    for number, what in zip([count, *sizes], ("machines", "GPUs", "GiB per GPU"), strict=False):
+        if not number:
+            raise ConfigError(f"the number of {what} is 0", where=f"--on {text}", expected="a number above 0")
+    if sizes:
+        return Cluster.from_sizes(count, int(sizes[0]), *sizes[1:])
     return Cluster.from_machine(count, find_machine(name))
 
 
 def group_linked_ranks(hosts: int, gpus: int, names: Collection[str]) -> tuple[int, int]:
     """Return (number of groups, GPUs per group), where fast links connect the GPUs of a group.
 
-    A group is one host, or several hosts if NVLink connects their GPUs.
+    A group is one host, or several hosts if NVLink connects their GPUs. All groups have the same size.
 
     Args:
         hosts: Number of hosts.

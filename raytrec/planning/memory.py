@@ -1,7 +1,8 @@
 """Memory and disk use of tables with their optimizer state, and the choice of tables to keep in files on CPU.
 
 TorchRec considers GPU memory and host memory but does not support files. This module does not import torch, so that
-the driver can use it.
+the driver can use it. Functions that take `config` and `schema` raise a ConfigError if a key of optim.tables matches
+no table.
 """
 
 from __future__ import annotations
@@ -107,9 +108,9 @@ class PlannedTable:
     """Sharding of one table in a plan.
 
     Attributes:
-        table: Name of the table.
+        table: Name of the table, which has `rows` rows of `dim` columns.
         ranks: Ranks that hold a part of the table, in ascending order.
-        shards: (rank, rows, columns) of each shard.
+        shards: (rank, number of rows, number of columns) of each shard.
         dtype: Data type of the weights, fp32 or fp16.
     """
 
@@ -142,7 +143,7 @@ class RankPart:
 
 
 def list_planned_tables(plan: ShardingPlan, config: RunConfig, schema: Schema, world: int) -> list[PlannedTable]:
-    """Return the sharding of each table in a plan for `world` ranks."""
+    """Return the sharding of each table in a plan for `world` ranks; raise errors as `resolve_constraints`."""
     constraints, out = resolve_constraints(config, schema), []
     for name, spec in (item for module in plan.plan.values() for item in sorted(module.items())):
         rows, dim = schema.tables[name].rows, schema.tables[name].dim
@@ -258,7 +259,7 @@ def check_disk(constraints: Constraints, schema: Schema, config: RunConfig, memo
     kind = find_memory_filesystem(folder) if sizes else None
     if kind is None and need <= free:
         return
-    reason = f"the folder is on {kind}, which is in memory" if kind else f"only {format_bytes(free)} are free"
+    reason = f"the folder is on {kind}, which is in memory" if kind else f"only {format_bytes(free)} are free in total"
     raise ConfigError(
         f"{'tables' if len(sizes) > 1 else 'table'} {', '.join(sizes)} {'need' if len(sizes) > 1 else 'needs'} "
         f"{format_bytes(need)} of disk with optimizer state, but {reason}",

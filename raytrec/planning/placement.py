@@ -125,12 +125,12 @@ class PlacementSpace:
         return PlannedTable(option.name, rows, dim, *sharding, self.constraints[option.name].dtype)
 
     def put(self, plan: PartialPlan, way: TableOption, ranks: Sequence[int]) -> None:
-        """Add a table with a sharding option to a plan, one rank per shard."""
+        """Add a table, which the plan must not contain, with a sharding option to a plan; `ranks` has one per shard."""
         plan.of[way.option.name] = way, tuple(ranks)
         self._apply(plan, way, ranks, 1)
 
     def take(self, plan: PartialPlan, name: str) -> tuple[TableOption, tuple[int, ...]]:
-        """Remove a table from a plan and return its sharding option and ranks."""
+        """Remove a table, which the plan must contain, from a plan, and return its sharding option and ranks."""
         way, ranks = plan.of.pop(name)
         self._apply(plan, way, ranks, -1)
         return way, ranks

@@ -82,6 +82,9 @@ def agree_on_hosts(config: RunConfig, device: torch.device) -> Hosts:
     This is a collective operation: every rank must call it. TorchRec reads LOCAL_WORLD_SIZE wherever it needs the
     number of ranks per host. If hosts have different numbers of ranks, this variable differs between ranks. The ranks
     therefore agree on one number and set the variable to this number.
+
+    Raises:
+        OSError: The free space of the disk for tables in files cannot be read.
     """
     places = [_locate_rank(config, device)] * dist.get_world_size()
     dist.all_gather_object(places, places[0])
@@ -112,8 +115,9 @@ def _locate_rank(config: RunConfig, device: torch.device) -> RankLocation:
 def merge_resources(places: list[RankLocation], config: PlanSection) -> Hosts:
     """Return the hosts' common properties, given the locations and resources of all ranks.
 
-    If hosts have different numbers of ranks, each rank is treated as a separate host. Memory is plan.memory_gib, or the
-    minimum over all ranks. Tables that fit on one rank thus fit on every rank, and all ranks reject the same tables.
+    If hosts have different numbers of ranks, or their number does not divide the number of all ranks, each rank is
+    treated as a separate host. Memory is plan.memory_gib, or the minimum over all ranks. Tables that fit on one rank
+    thus fit on every rank, and all ranks reject the same tables.
 
     Args:
         places: Location of each rank, in rank order.
@@ -149,8 +153,8 @@ def make_plan(
 ) -> ShardingPlan:
     """Make the plan on rank 0 and return it on every rank.
 
-    This is a collective operation: every rank must call it. The model must store its dense layers in the attribute
-    `head`.
+    This is a collective operation: every rank must call it. It sets LOCAL_WORLD_SIZE (`agree_on_hosts`). The model must
+    store its dense layers in the attribute `head`.
 
     Raises:
         ConfigError: A constraint cannot be met, or tables do not fit into memory or on disk. Every rank raises the

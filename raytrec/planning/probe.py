@@ -23,7 +23,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from raytrec.embeddings.optimizers import OPTIMIZERS, find_optimizer
 from raytrec.planning.dense_work import OperatorCounter
-from raytrec.planning.rates import COLLECTIVES, DENSE, LookupRates, Rates
+from raytrec.planning.rates import COLLECTIVES, DENSE, PRECISIONS, LookupRates, Rates
 
 BAGS, TABLE_BYTES, NUM_ID_SETS = 512, 64 << 20, 24
 # Bytes per value in Adagrad's dense update, as counted by loads.LoadCounter but without copies of gradients.
@@ -44,6 +44,9 @@ def list_lookups(device: str) -> list[Lookup]:
 
 def take_samples(rank: int, world: int, folder: str, limit_s: float) -> dict[str, Any]:
     """Take the samples of one rank and return {"samples": list of ROUNDS samples}.
+
+    This is a collective operation: `world` processes must call it, each with another rank. In this process, it creates
+    and destroys the default process group, and selects the GPU `rank` or limits torch to one CPU thread.
 
     Args:
         rank: Rank of this process.
@@ -70,7 +73,7 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
     """Compute the rates of this machine from the medians of samples.
 
     Args:
-        samples: For each rank, its samples of all rounds.
+        samples: For each rank, its samples of all rounds, as returned by `take_samples`; at least one.
     """
     world, device = len(samples), "cuda" if samples[0][0]["on_gpu"] else "cpu"
     medians = {
@@ -93,7 +96,7 @@ def compute_rates(samples: Sequence[Sequence[Sample]]) -> Rates:
         copy=medians["copy"],
         stream=medians["stream"],
         lookup={update: fit_lookup_rates(by_shape) for update, by_shape in seconds.items()},
-        matrix={name: medians[f"matrix {name}"] for name in ("fp32", "tf32", "bf16")},
+        matrix={name: medians[f"matrix {name}"] for name in PRECISIONS},
         latency_s=latency,
         bandwidth=bandwidth,
         peer_s=0.0,  # included in the latency, which is measured with the same number of ranks

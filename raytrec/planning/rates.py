@@ -19,6 +19,7 @@ from raytrec.planning.machines import UNKNOWN_GPU, UNKNOWN_NETWORK, find_gpu
 # all_to_all exchanges ids and the sums of whole tables, reduce_scatter the sums of tables split by rows,
 # all_gather the gradients of these sums, and all_reduce the gradients of dense layers.
 COLLECTIVES = ("all_to_all", "reduce_scatter", "all_gather", "all_reduce")
+PRECISIONS = ("fp32", "tf32", "bf16")  # precisions of matrix products (train.matmul)
 DENSE = "dense"  # update type of tables without a fused optimizer
 # Shares of the data sheets' rates that steps reach: fp32 products as in TorchRec's published 149,000 rows/s
 # on A100; tf32, bf16, memory and links as assumed in docs/gpu.md; half for random rows of a few hundred bytes.
@@ -113,13 +114,13 @@ class Rates:
             raise ConfigError(
                 f"the rates do not include lookups with {update}",
                 where=f"rates {self.source}",
-                expected=f"one of {', '.join(self.lookup)}",
+                expected=f"rates for this kind of update, in addition to {', '.join(self.lookup) or 'none'}",
                 do="measure the rates again, on the type of machine to plan for, with `raytrec doctor --measure FILE`",
             )
         return self.lookup[update_type]
 
     def to_json(self) -> str:
-        """Return the rates as JSON text, which `from_json` reads."""
+        """Return the rates as JSON text, which `from_json` reads; an infinite rate is written as Infinity."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
@@ -131,8 +132,9 @@ class Rates:
         """
         try:
             rates = validate_as(parse_json(text), cls)
-            if set(rates.bandwidth) != {*COLLECTIVES}:
-                raise UnreadableError(f"the keys of bandwidth are not {', '.join(COLLECTIVES)}")
+            for field, keys in ("bandwidth", COLLECTIVES), ("latency_s", COLLECTIVES), ("matrix", PRECISIONS):
+                if set(getattr(rates, field)) != {*keys}:
+                    raise UnreadableError(f"the keys of {field} are not {', '.join(keys)}")
             return rates
         except UnreadableError as error:
             raise ConfigError(
@@ -160,6 +162,9 @@ class Rates:
         assumed to have as many cores as this machine and to be connected by 10 Gb/s. On such hosts, sums over
         three or four ranks have about (ranks − 1)² times the latency of sums over two. `group_s` is the difference
         between measured steps of several ranks and the sum of all other parts. It includes the time of Gloo's threads.
+
+        Args:
+            world: Number of ranks, on which the latencies of collectives depend.
         """
         rings = (world - 1) ** 2
         fused = {name: LookupRates(*of.cpu_lookup) for name, of in OPTIMIZERS.parts.items() if of.cpu_lookup}
@@ -212,7 +217,7 @@ class Rates:
             copy=copy,
             stream=copy,
             lookup=dict.fromkeys([*OPTIMIZERS.parts, DENSE], lookup),
-            matrix={name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12 for name in ("fp32", "tf32", "bf16")},
+            matrix={name: REACHED_RATE_SHARES[name] * getattr(gpu, name) * 1e12 for name in PRECISIONS},
             latency_s=dict.fromkeys(COLLECTIVES, 20e-6),
             bandwidth=dict.fromkeys(COLLECTIVES, near),
             launch_s=7.2e-6,

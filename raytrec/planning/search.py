@@ -57,6 +57,8 @@ class Search:
 
     Attributes:
         topology: Ranks, with the memory of each rank that is available to tables.
+        schema: Schema of the data.
+        config: Configuration of the run.
         model: Model whose tables are planned.
         sharders: TorchRec sharders of the model's modules.
         dense: Estimated work of the dense layers of one rank.
@@ -166,6 +168,7 @@ class Search:
         gib = sum(tables[n].rows * tables[n].dim * DTYPE_BYTES[c.dtype] for n, c in constraints.items()) / GIB
         sizes, allowed = self.topology.devices[0].storage, self.config.plan.sharding_types
         row_wise = "" if "row_wise" in allowed else "add row_wise to plan.sharding_types, "
+        pins = "relax plan.tables and plan.colocate, " if self.config.plan.tables or self.config.plan.colocate else ""
         kernels = {constraint.kernel for constraint in constraints.values()}
         if self.topology.compute_device == "cuda":
             room = f"{sizes.hbm / GIB:.1f} GiB per GPU, of which 15 % is reserved"
@@ -180,7 +183,7 @@ class Search:
             where="plan, scaling.num_workers",
             expected=f"tables that fit into {room}, with the constraints in plan.tables and sharding types "
             f"{', '.join(allowed)}",
-            do=f"add workers, {row_wise}or reduce the size of the tables",
+            do=f"add workers, {row_wise}{pins}or reduce the size of the tables",
         )
 
 

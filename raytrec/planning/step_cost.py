@@ -285,9 +285,9 @@ def _get_latency_s(rates: Rates, kind: str, world: int) -> float:
 def estimate_hot_rows(
     rank_parts: Mapping[tuple[str, int], RankPart], config: RunConfig, schema: Schema, world: int
 ) -> list[tuple[float, float]]:
-    """Return, for each rank, the share of rows in files that are cached in memory, and the cache's bytes.
+    """Return, for each of `world` ranks, the share of rows in files that are cached in memory, and the cache's bytes.
 
-    The rows fill the rest of plan.memory_gib. No rows are cached if plan.memory_gib is not set.
+    The rows fill the rest of plan.memory_gib. Both are 0 if plan.memory_gib is not set, or if no table is in files.
     """
     free = [(config.plan.memory_gib or 0) * GIB - estimate_id_map_bytes(schema, world)] * world
     sizes, place_bytes = [0] * world, [0] * world

@@ -58,8 +58,9 @@ def validate_constraints(
     Raises:
         ConfigError: A constraint of a table cannot be met, for example because a rank does not exist, a
             sharding type does not support the optimizer or kernel, or no rank can hold a plan.colocate group; the
-            error names the table. Also raised if int8 in plan.qcomms has no effect, if GPUs would have only fused_mmap
-            in plan.compute_kernels, or if main memory cannot hold the checkpoint copies.
+            error names the table. Also raised as by `check_decay` and `check_qcomms`, if a key of plan.tables,
+            plan.colocate or optim.tables matches no table, if GPUs would have only fused_mmap in plan.compute_kernels,
+            or if main memory cannot hold the checkpoint copies.
     """
     constraints, optimizers = resolve_constraints(config, schema), resolve_optimizers(config, schema)
     if device == "cuda" and {*config.plan.compute_kernels} == {MMAP_KERNEL}:
@@ -130,7 +131,7 @@ def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim],
             raise ConfigError(
                 f"table {table} has weight_decay and may be {fused[0]} with a fused kernel, which does not "
                 "decay rows outside the batch",
-                where="weight_decay in optim",
+                where="weight_decay in optim.embeddings or optim.tables",
                 expected="weight_decay 0, or a dense update, which decays every row at every step",
                 do=f"set plan.tables.{table}.compute_kernel=dense",
             )

@@ -1,20 +1,21 @@
 """Files in a folder of predictions. This module does not import torch.
 
     OUT/_predictions.json          Manifest, which describes the predictions
-    OUT/a/part-0.parquet           predictions of the input file with this name; exists only if complete
+    OUT/a/part-0.parquet           predictions of the input file with this name; on disk, exists only if complete
     OUT/_parts/PLAN/a/part-0.parquet/000000065536.parquet
                                    part: predictions of one span (inputs.py), which starts at this row, of a file
                                    with several spans; removed at the end
 
-PLAN is a hash of all settings on which the content of parts depends, such as the number of rows in spans and batches.
-Parts with another hash are ignored. Readers of Parquet folders ignore names that begin with _.
+PLAN (PredictionTask.plan) is a hash of the checkpoint, the input, the columns, the out_of_range rules, and the number
+of rows in spans and batches. Parts with another hash are ignored. Readers of Parquet folders ignore names that begin
+with _.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,14 +44,15 @@ class Manifest:
     """Description of the predictions in a folder, stored as `_predictions.json`.
 
     Attributes:
+        format: Version of the format of this file.
         run: Name of the run.
-        checkpoint: Folder of the checkpoint.
-        checkpoint_id: Hash of the checkpoint's index.
-        scores: Names of the score columns.
-        columns: Names of the carried columns.
+        checkpoint: Path or URI of the checkpoint.
+        checkpoint_id: SHA-256 of the checkpoint's index.
+        scores: Names of the score columns, in order; ["vector"] if the folder contains vectors.
+        columns: Names of the carried columns, in order.
         data: Path or URI of the input data.
-        input: Hash of the names and contents of the input files, and of the transforms.
-        rules: Table → its out_of_range rule.
+        input: SHA-256 of the names and (of large files, sampled) contents of the input files, and of the transforms.
+        rules: Table → its out_of_range rule (error, clamp or hash).
         vectors: Tower whose vectors the folder contains; None: the folder contains scores.
     """
 
@@ -67,15 +69,15 @@ class Manifest:
 
     @property
     def binding(self) -> str:
-        """Return a hash that identifies the content of files, except for the effect of `rules`."""
+        """Return the SHA-256 of all fields that determine the content of files, except `rules`."""
         tower = [self.vectors] if self.vectors else []
         return compute_binding(self.checkpoint_id, self.scores, self.columns, self.input, *tower)
 
     def explain_difference(self, earlier_manifest: Manifest) -> tuple[str, str] | None:
         """Return (difference from the folder's earlier manifest, advice for the user), or None if files can be kept.
 
-        If the earlier rule of a table was `error`, complete files remain valid, because they contain no id that the
-        new rule would change.
+        Equal data at another path is accepted. If the earlier rule of a table was `error`, complete files
+        remain valid, because they contain no id that the new rule would change.
         """
         if earlier_manifest.checkpoint_id != self.checkpoint_id:
             what = f"predictions of checkpoint {earlier_manifest.checkpoint}"
@@ -84,22 +86,20 @@ class Manifest:
         if earlier_manifest.vectors != self.vectors:
             what, new = (f"vectors of the {tower} tower" if tower else "scores" for tower in towers)
             return f"the folder contains {what} instead of {new}", OTHER_FOLDER_ADVICE
-        for key, what in {"columns": "carried columns (--columns)", "scores": "score columns"}.items():
-            if (names := getattr(earlier_manifest, key)) != getattr(self, key):
-                return (
-                    f"the folder contains predictions with different {what}: {', '.join(names or ['none'])}",
-                    f"use the same {what}, or {OTHER_FOLDER_ADVICE}",
-                )
+        if earlier_manifest.columns != self.columns:
+            names = ", ".join(earlier_manifest.columns or ["none"])
+            what = f"the folder contains predictions with different carried columns (--columns): {names}"
+            return what, f"use the same carried columns in the same order, or {OTHER_FOLDER_ADVICE}"
         if earlier_manifest.input != self.input:
-            what = f"the folder contains predictions of different rows, from {earlier_manifest.data}"
+            what = f"the folder contains predictions of other files, or with other transforms: {earlier_manifest.data}"
             if earlier_manifest.data == self.data:
                 what = "the input files or data.transforms have changed since the predictions were written"
             return what, f"predict the whole input into a new folder: {OTHER_FOLDER_ADVICE}"
         rules = earlier_manifest.rules
         changed = [name for name, rule in self.rules.items() if rules.get(name, rule) not in (rule, "error")]
         if changed:
-            rule = f"tables.{changed[0]}.out_of_range={rules[changed[0]]}"
-            return (f"the folder contains predictions with {rule}", f"use the same rule, or {OTHER_FOLDER_ADVICE}")
+            settings = " ".join(f"tables.{name}.out_of_range={rules[name]}" for name in changed)
+            return f"the folder contains predictions with {settings}", f"set {settings}, or {OTHER_FOLDER_ADVICE}"
         return None
 
 
@@ -110,10 +110,10 @@ class PredictionTask:
     Attributes:
         out: Path or URI of the output folder.
         below: Folder to which the names of input files, and thus of output files, are relative.
-        files: Input file → number of rows, including empty files.
+        files: Path or URI of each readable input file → number of rows, including empty files.
         carried: Columns to carry over from the input.
         manifest: Manifest of the output folder.
-        batch_rows: Number of rows in one rank's batch; see inputs.cut_spans.
+        batch_rows: Maximum number of rows in one rank's batch; see inputs.cut_spans.
         span_rows: Minimum number of rows in a span; see inputs.cut_spans.
     """
 
@@ -127,7 +127,7 @@ class PredictionTask:
 
     @property
     def plan(self) -> str:
-        """Return a hash of all settings on which the content of parts depends."""
+        """Return the name of the folder of parts: 16 hex digits of the hash described in this module."""
         manifest = self.manifest
         return compute_binding(manifest.binding, manifest.rules, self.batch_rows, self.span_rows)[:16]
 
@@ -150,9 +150,9 @@ class Counts:
 
     Attributes:
         rows: Number of rows.
-        skipped: Number of unreadable rows (data.on_error: skip), whose scores are null.
-        changed: Feature → [number of ids clamped or hashed into range, number of all ids], for features of tables
-            whose out_of_range rule is not error.
+        skipped: Number of rows that data.on_error=skip skips, whose scores are null.
+        changed: Feature → [number of ids clamped or hashed into range, number of all ids], for every sparse feature
+            if any table's out_of_range rule is not error; otherwise {}.
     """
 
     rows: int = 0
@@ -168,7 +168,7 @@ class Counts:
         return self
 
     def metadata(self, binding: str) -> dict[bytes, bytes]:
-        """Return the counts and the binding as metadata of a file of predictions."""
+        """Return {COUNTS_KEY: JSON with the counts and the binding}, the metadata of a file of predictions."""
         values = {"of": binding, "rows": self.rows, "skipped": self.skipped, "changed": self.changed}
         return {COUNTS_KEY: json.dumps(values, sort_keys=True).encode()}
 
@@ -188,7 +188,8 @@ class PredictionFolder(ClaimedFolder):
     """Folder of predictions, local or in an object store.
 
     Raises:
-        OSError: The folder cannot be read or written; raised by any method.
+        DataError: The path is not valid or the store cannot be reached; raised by the constructor.
+        OSError: The folder cannot be read or written; raised by the methods.
     """
 
     def __init__(self, uri: str):
@@ -196,22 +197,28 @@ class PredictionFolder(ClaimedFolder):
 
     @contextmanager
     def open_parquet_writer(self, name: str, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-        """Yield a writer of a Parquet file; on disk, the file is created only if the block succeeds."""
+        """Yield a writer of a Parquet file, which on disk appears or is replaced only if the block succeeds.
+
+        Args:
+            name: Path of the file, relative to the folder.
+            schema: Schema of the file, including its metadata.
+        """
         with (
             self.stream(name, f"{PARTS_FOLDER}/{uuid4().hex}") as stream,
             pq.ParquetWriter(stream, schema, compression="zstd", write_page_checksum=True) as writer,
         ):
             yield writer
 
-    def find_finished(self, task: PredictionTask, names: Iterable[str]) -> dict[str, Counts]:
+    def find_finished(self, task: PredictionTask, names: Collection[str]) -> dict[str, Counts]:
         """Return input file → counts of its predictions, for all input files whose predictions are complete.
+
+        Predictions are complete if their footer can be read, and its binding and number of rows are those of the task.
 
         Args:
             task: Input and output of the predictions.
-            names: Names of the files in the folder.
+            names: Paths of the files in the folder, relative to the folder.
         """
-        existing = set(names)
-        candidates = [path for path in task.files if task.name_of(path) in existing]
+        candidates = [path for path in task.files if task.name_of(path) in names]
         with ThreadPoolExecutor(16 if self.is_local else 64) as pool:
             counts = pool.map(lambda path: self._counts(task, path), candidates)
             return {path: each for path, each in zip(candidates, counts, strict=True) if each is not None}
@@ -227,11 +234,13 @@ class PredictionFolder(ClaimedFolder):
 def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set[str]:
     """Claim an empty folder for predictions, or check that a folder contains the same predictions.
 
+    A new or changed manifest is written, and incomplete files of killed writers are removed.
+
     Returns:
-        Paths of the files in the folder, relative to the folder.
+        Paths of the files that the folder contained before, relative to the folder.
 
     Raises:
-        ConfigError: The folder contains other predictions or other files.
+        ConfigError: The folder contains other predictions, other files without a manifest, or an invalid manifest.
         RunError: The folder cannot be read or written.
     """
     expected = "a folder that all nodes can write to"
@@ -249,7 +258,8 @@ def check_output_folder(out: str, data: str) -> str:
     """Check the output folder `out`, and return the folder to which the names of files in `data` are relative.
 
     Raises:
-        ConfigError: The output would be written into the input folder.
+        ConfigError: `out` is the folder of the input file `data`, or the input folder `data` or a folder inside it.
+        DataError: A path is not valid, or its store cannot be reached.
     """
     filesystem, source = open_filesystem(data)
     is_file = filesystem.get_file_info(source).is_file
@@ -270,7 +280,12 @@ def check_output_folder(out: str, data: str) -> str:
 
 
 def read_verified(uri: str) -> pa.Table:
-    """Return the content of a Parquet file; raise OSError if the checksum of a page does not match."""
+    """Read a Parquet file, and verify the checksums of its pages.
+
+    Raises:
+        DataError: The path is not valid, or the store cannot be reached.
+        OSError, pa.ArrowException: The file cannot be read or is damaged, or a checksum does not match.
+    """
     filesystem, path = open_filesystem(uri)
     with filesystem.open_input_file(path) as file:
         return pq.ParquetFile(file, page_checksum_verification=True).read()

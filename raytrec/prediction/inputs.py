@@ -39,8 +39,8 @@ class CarriedColumns:
 
     Attributes:
         names: Column names, in order; struct fields are named as in a schema, such as `user.id`.
-        transforms: Transforms of the run.
-        folders: Key in the names of key=value folders → type of its values.
+        transforms: Transforms of the run; only those that create one of the columns are applied.
+        folders: Key in the names of key=value folders → type of its values; each file must be in folders of all keys.
         code: Folder from which modules of transforms can be imported, in addition to Python's path; None: no folder.
     """
 
@@ -53,24 +53,29 @@ class CarriedColumns:
     )
 
     def schema(self, uri: str) -> pa.Schema:
-        """Return the schema of the carried columns of a file, without dictionary types.
+        """Return the schema of the carried columns of a file, without dictionary types; empty without columns.
 
         Raises:
-            DataError: The file cannot be read, a column does not exist or exists twice, or a transform fails.
+            DataError: The file cannot be read, a column or an input of its transforms does not exist or exists twice,
+                or a transform fails.
         """
         if not self.names:
             return pa.schema([])
-        arrow, _ = self._read_schema(uri)
-        raw, created, transforms, sources = self._split_columns(arrow)
-        kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
+        do = "correct --columns (default: data.reserve_columns of the run), or the file"
+        try:
+            arrow, _ = self._read_schema(uri)
+            raw, created, transforms, sources = self._split_columns(arrow)
+            kinds = {name: type_at(arrow, find_column(arrow, name)) for name in raw}
+            inputs = select_schema(arrow, sources)
+        except KeyError as error:  # a name that several columns have, or a missing input of the transforms
+            expected = "one column or struct field for each carried column and each input of its transforms"
+            raise DataError(error.args[0], where=uri, expected=expected, do=do) from None
         if created:
-            outputs = apply_transforms(empty_table(select_schema(arrow, sources)), transforms, uri, self.code)
+            outputs = apply_transforms(empty_table(inputs), transforms, uri, self.code)
             kinds |= {name: outputs.schema.field(name).type for name in created}
         if missing := [name for name in self.names if name not in kinds]:
-            available = leaf_names(arrow)
             what = f"column '{missing[0]}' does not exist in the input"
-            do = "correct --columns (default: data.reserve_columns of the run)"
-            raise make_unknown_word_error(what, missing[0], available, uri, do=do, kind=DataError)
+            raise make_unknown_word_error(what, missing[0], leaf_names(arrow), uri, do=do, kind=DataError)
         return pa.schema([(name, _unwrap_dictionary(kinds[name])) for name in self.names])
 
     def read(self, part: Part) -> pa.Table:
@@ -91,7 +96,12 @@ class CarriedColumns:
         return pa.table([columns[name].cast(schema.field(name).type) for name in schema.names], schema)
 
     def _read_schema(self, uri: str) -> tuple[pa.Schema, dict[str, pa.DataType]]:
-        """Return the schema of a file including columns from its folders, and the types of these columns."""
+        """Return the schema of a file with the columns from its folders, and name → type of the columns from folders.
+
+        Raises:
+            DataError: The file cannot be read.
+            AmbiguousColumnError: Several columns have the name of a folder's key.
+        """
         if uri not in self._schemas:
             if len(self._schemas) >= MAX_CACHED_SCHEMAS:
                 self._schemas.clear()
@@ -123,7 +133,7 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
     """Return the names of the columns to carry over.
 
     Args:
-        requested_columns: Values of --columns (see `split_names`); None: `carry` is returned.
+        requested_columns: Values of --columns (see `split_names`); None: `carry` is returned; []: no columns.
         carry: Default columns, which are data.reserve_columns of the run.
         scores: Names of the score columns.
 
@@ -168,7 +178,7 @@ class Span:
 
 
 def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS) -> list[Span]:
-    """Return the spans of a dataset, in the order of its rows.
+    """Return the spans of a dataset, in the order of its rows; a file without rows has no span.
 
     Args:
         dataset: Dataset to cut into spans.
@@ -190,7 +200,13 @@ def cut_spans(dataset: Dataset, batch_rows: int, span_rows: int = MIN_SPAN_ROWS)
 
 
 def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[list[Span]]:
-    """Return the spans of each rank. In order, each span is assigned to the rank with the fewest batches so far."""
+    """Return the spans of each rank: in order, each span is assigned to the rank with the fewest batches so far.
+
+    Args:
+        spans: Spans to assign.
+        world: Number of ranks; of several with the fewest batches, the lowest rank gets the span.
+        batch_rows: Maximum number of rows in one rank's batch.
+    """
     dealt: list[list[Span]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for span in spans:
@@ -203,7 +219,8 @@ def assign_spans(spans: Iterable[Span], world: int, batch_rows: int) -> list[lis
 class SpanOrder:
     """Order in which ranks read their spans, with the methods of data.order.Order that data.stream.Stream calls.
 
-    All ranks take as many steps as the rank with the most batches. Every batch is padded to `batch_rows` rows.
+    All ranks take as many steps as the rank with the most batches. Every batch is padded to `batch_rows` rows. The
+    methods ignore the arguments `rows`, `dataset`, `epoch`, `world` and `start_step`: predictions begin at step 0.
 
     Args:
         dealt: Remaining spans of each rank.
@@ -216,7 +233,7 @@ class SpanOrder:
         self._whole = [sum(sizes) for sizes in zip_longest(*self._sizes, fillvalue=0)]
 
     def steps(self, rows: int | None = None) -> int:
-        """Return the number of steps that all ranks take."""
+        """Return the number of steps that all ranks take; 0 if no span remains."""
         return len(self._whole)
 
     def local_rows(self, rank: int, step: int) -> int:

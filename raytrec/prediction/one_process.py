@@ -31,12 +31,15 @@ HEAD = "head.model."  # prefix of dense parameter names (worker.step.LossModel)
 
 
 def read_batch(saved: Checkpoint, dataset: Dataset, parts: list[Part]) -> Batch:
-    """Read rows as one batch for a checkpoint's model.
+    """Read rows as one batch for a checkpoint's model, without padding.
 
     Args:
         saved: Checkpoint of the model.
         dataset: Dataset that contains the rows; some of the schema's features may be missing.
-        parts: Parts of row groups to read.
+        parts: Parts of row groups to read; at least one.
+
+    Raises:
+        DataError: A part cannot be decoded, a transform fails, or a value violates the schema.
     """
     silence_tracing()
     tables = [read_item(LaneItem(0, 0, (part,), None), dataset.form) for part in parts]
@@ -55,6 +58,9 @@ def compute_outputs(
         batch: Rows to score.
         tower: Tower whose vectors are returned; None: logits are returned.
         as_stored: Function that rounds table rows before the lookup; None: no rounding.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or is damaged.
     """
     used, sparse = _renumber_ids(saved, batch.sparse)
     model = load_model(saved, used, as_stored)
@@ -63,7 +69,10 @@ def compute_outputs(
 
 
 def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRows, KeyedJaggedTensor]:
-    """Return the looked-up rows of each table, and the bags with ids replaced by indices among these rows."""
+    """Return the looked-up rows of each table, and the bags with ids replaced by indices among these rows.
+
+    Managed ids are first mapped to the rows of their table.
+    """
     keys, schema = sparse.keys(), saved.schema
     table_of = [schema.sparse[key].table for key in keys]
     key_ids = list(sparse.values().split(sparse.length_per_key()))
@@ -84,7 +93,7 @@ def _renumber_ids(saved: Checkpoint, sparse: KeyedJaggedTensor) -> tuple[UsedRow
 
 
 def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = None) -> Recommender:
-    """Load a checkpoint's model on CPU, with tables that contain only the rows in `used`.
+    """Load a checkpoint's model on CPU in evaluation mode, with tables that contain only the rows in `used`.
 
     The model computes in float32 regardless of train.matmul, because CPUs without bfloat16 units are slower in
     bfloat16, and onnxruntime does not support bfloat16 matrix products on CPUs. With train.ema, averages of the dense
@@ -95,6 +104,9 @@ def load_model(saved: Checkpoint, used: UsedRows, as_stored: Rounding | None = N
         used: Table → indices of the rows to load, which become rows 0, 1, … of the model's table. A table without
             such rows gets one row of zeros.
         as_stored: Function that rounds table rows; see `compute_outputs`.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read or is damaged.
     """
     config, schema = saved.config.model_copy(deep=True), saved.schema
     config.train.matmul = "fp32"

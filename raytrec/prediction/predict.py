@@ -55,10 +55,10 @@ class Predictions(Result):
 
     Attributes:
         metrics: Metrics of the complete folder: predict.rows, predict.files, predict.skipped_rows,
-            predict.skipped_files, predict.ids (number of ids in tables that clamp or hash ids into range),
+            predict.skipped_files, predict.ids (number of all ids; 0 if no table clamps or hashes ids into range),
             predict.changed_ids (number of clamped or hashed ids) and changed (feature → number of clamped or
             hashed ids, if any). Metrics of this call: predict.rows_per_s (None if no rows were left to predict),
-            world_size (0 if all files were complete) and seconds. Also name and checkpoint.
+            world_size (0 if all files were complete) and seconds. Also name, and checkpoint (path or URI).
         columns: Columns of the output files, in order.
     """
 
@@ -79,30 +79,35 @@ def predict(
 ) -> Predictions:
     """Predict all rows of a Parquet folder, and write one output file with the same name per input file.
 
-    The order of rows is kept. If a call is interrupted, the next call keeps complete files and predicts the rest.
+    The order of rows is kept. If a call is interrupted, the next call keeps complete files and predicts the rest. With
+    data.on_error=skip, unreadable files get no output file, and unreadable rows get null scores.
 
     Args:
         place: Run folder or checkpoint folder; nothing is written there.
         data: Parquet folder or file; local, s3:// or gs://. No labels are needed.
         out: Output folder; local, s3:// or gs://. All nodes must be able to access it.
-        columns: Input columns to carry over to the output; default: the run's data.reserve_columns.
+        columns: Input columns to carry over to the output; [] for none; default: the run's data.reserve_columns.
         vectors: Tower whose vectors are written instead of scores, "query" or "item". The input then needs only
             the columns of this tower's features.
         workers: Number of workers; default: the run's scaling.num_workers.
         checkpoint: Step of the run's checkpoint, or "best" (by checkpoint.best_metric); default: the newest.
-        overrides: Changes to the configuration: `section.key=value` for the sections data, scaling, plan and train,
-            such as data.on_error=skip, or tables.NAME.out_of_range=RULE.
+        overrides: `section.key=value` strings, or a mapping, for the sections data, scaling, plan and train, such as
+            data.on_error=skip, or tables.NAME.out_of_range=RULE.
         allow_code: True to import code (module:name) that a run's configuration written by another user names.
 
     Returns:
         Predictions: Metrics of the output folder and of this call, and the columns of the output files.
 
     Raises:
-        RunError: There is no checkpoint, `out` cannot be read or written, or workers failed more often than
-            scaling.max_failures.
-        ConfigError: `out` is inside `data` or contains other files or predictions, a setting is invalid, or `vectors`
-            is set but the model does not compute query and item vectors.
-        DataError: The input is missing or damaged, or does not match the schema.
+        RunError: There is no checkpoint, `out` cannot be read or written or is in use by another process, Ray cannot
+            be started or joined, or workers failed more often than scaling.max_failures or in a way that would recur.
+        CheckpointError: The checkpoint is damaged.
+        ConfigError, SchemaError: `out` is inside `data` or contains other files or predictions, a setting is invalid,
+            the configuration names code that is not allowed or does not fit the cluster, or `vectors` is set but the
+            model does not compute query and item vectors.
+        DataError: The input is missing or damaged, does not match the schema or lacks one of `columns`, or a path is
+            not valid.
+        Interrupted: Ctrl-C or SIGTERM ended the workers.
 
     Example:
         >>> raytrec.predict("runs/films", "films/test", "scores", columns=["user_id"]).columns
@@ -175,7 +180,7 @@ def list_score_types(tasks: Sequence[Task]) -> list[pa.DataType]:
 
 
 def _open_input(data: str, saved: Checkpoint, tower: TowerName | None) -> tuple[Dataset, dict[str, int]]:
-    """Return the dataset without labels, and readable file → number of rows, including empty files."""
+    """Return the dataset without labels, and path of each readable file → number of rows, including empty files."""
     part = select_tower_schema(saved.config, saved.schema, tower, "--vectors") if tower else saved.schema
     dataset = open_inputs(saved.config, part, data, trained=saved.text_ids)
     check_suspect_groups(dataset)
@@ -188,7 +193,10 @@ def _open_input(data: str, saved: Checkpoint, tower: TowerName | None) -> tuple[
 
 
 def _is_broken(path: str, places: set[str]) -> bool:
-    """Return True if a file without rows in the dataset was skipped as unreadable; False if it is empty."""
+    """Return True if a file without rows in the dataset is unreadable or was skipped; False if it is empty.
+
+    `places` contains the `where` of the errors of skipped files.
+    """
     if any(where.startswith(path) for where in places):
         return True
     try:
@@ -228,7 +236,10 @@ def _predict_missing(
     dataset: Dataset,
     tasks: Sequence[Task],
 ) -> dict[str, Any]:
-    """Predict the files that are not complete yet, and return the metrics of this call."""
+    """Predict the files that are not complete yet. Return predict.rows_per_s and world_size of this call.
+
+    `names` contains the paths of existing files in the folder. run.dir of the configuration in `saved` is changed.
+    """
     config, complete = saved.config, target.find_finished(task, names)
     kinds = [pa.list_(pa.float32())] if task.manifest.vectors else list_score_types(tasks)
     for path, rows in task.files.items():
@@ -249,16 +260,16 @@ def _predict_missing(
 
 
 def _compute_figures(target: PredictionFolder, task: PredictionTask, dataset: Dataset) -> dict[str, Any]:
-    """Return the metrics of the complete folder.
+    """Return the metrics of the complete folder, as described in Predictions.
 
     Raises:
-        RunError: A file is missing although all workers have succeeded.
+        RunError: A file is missing or damaged although all workers have succeeded.
     """
     complete, counts = target.find_finished(task, target.list_names()), Counts()
     if missing := [path for path in task.files if path not in complete]:
         others = f" and {format_count(len(missing) - 1, 'other input file')}" if len(missing) > 1 else ""
         raise RunError(
-            f"the predictions of {missing[0]}{others} are missing",
+            f"the predictions of {missing[0]}{others} are missing or damaged, although all workers have succeeded",
             where=target.uri,
             expected="a folder that all nodes share and only raytrec writes to",
             do="repeat the command; complete files are kept",

@@ -35,11 +35,18 @@ REPEAT_ADVICE = "repeat the command; if the error persists, remove the folder _p
 
 
 def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
-    """Predict and write this rank's spans, then join the predictions of spans of the same file.
+    """Predict and write this rank's spans, then join the parts of files that have several spans.
+
+    All ranks must call this function. Every rank joins the parts of some files; rank 0 reports the result.
+
+    Args:
+        prediction_task: Input and output of the predictions.
+        task: Task of the worker group; its dataset "predict" contains the input.
 
     Raises:
         Restart: The worker group must be restarted; raised on all ranks. Spans that have been written are kept.
-        DataError, RunError: The input cannot be read, or the output cannot be written.
+        DataError: The input cannot be read, or does not match the schema.
+        RunError: The output cannot be written, an intermediate file is damaged, or the model cannot be loaded.
     """
     import torch.distributed as dist
 
@@ -69,7 +76,10 @@ def predict_worker(prediction_task: PredictionTask, task: WorkerTask) -> None:
 
 
 def _list_finished(folder: PredictionFolder, spans: list[Span], task: PredictionTask) -> tuple[set[Span], set[str]]:
-    """Return the spans whose predictions exist, and the input files whose predictions are complete."""
+    """Return the spans whose predictions exist, and the input files whose predictions are complete.
+
+    Parts are only checked when they are joined.
+    """
     names = folder.list_names()
     complete = set(folder.find_finished(task, names))
     done = {s for s in spans if s.path in complete or (not s.is_whole and task.part_of(s) in names)}
@@ -77,7 +87,11 @@ def _list_finished(folder: PredictionFolder, spans: list[Span], task: Prediction
 
 
 def _predict_spans(context: WorkerContext, task: PredictionTask, order: SpanOrder) -> tuple[int, float]:
-    """Predict and write this rank's spans. Return the number of rows of all ranks, and the duration in seconds."""
+    """Predict and write this rank's spans. Return the number of rows of all ranks, and the duration in seconds.
+
+    Raises:
+        Restart: As in `predict_worker`.
+    """
     from raytrec.tasks.objective import ScoringObjective
     from raytrec.worker.build import load_step
     from raytrec.worker.consensus import StepConsensus
@@ -115,7 +129,7 @@ class _SpanCollector:
     Args:
         spans: Spans of this rank, in the order in which they are read.
         writer: Writer that receives complete spans.
-        features: Names of the sparse features read.
+        features: Names of the schema's sparse features, in the order of Batch.changed.
     """
 
     def __init__(self, spans: list[Span], writer: SpanWriter, features: list[str]):
@@ -126,13 +140,16 @@ class _SpanCollector:
         self._rows, self._counts = 0, Counts()
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches unchanged, and record their numbers of clamped or hashed ids (Batch.changed)."""
+        """Yield the batches unchanged, and record their Batch.changed until `take` receives the batch's outputs."""
         for batch in batches:
             self._changed.append(None if batch.changed is None else batch.changed.numpy())
             yield batch
 
     def take(self, outputs: StepOutputs, rows: int) -> None:
-        """Add the outputs of the next batch, of which all but the first `rows` rows are padding."""
+        """Add the outputs of the next batch, of which all but the first `rows` rows are padding.
+
+        Spans that are complete are passed to the writer, which can block and raise errors (SpanWriter.put).
+        """
         from raytrec.worker.nonfinite import AsyncHostCopy
 
         changed = self._changed.popleft()
@@ -145,7 +162,7 @@ class _SpanCollector:
             self._read_pending()
 
     def finish(self) -> None:
-        """Wait for the pending outputs, and pass the remaining spans to the writer."""
+        """Wait for the pending outputs, and pass the remaining spans to the writer, as in `take`."""
         while self._pending:
             self._read_pending()
 
@@ -167,6 +184,8 @@ class _SpanCollector:
 class SpanWriter:
     """Writer of predicted spans that uses a background thread and keeps the order of the spans.
 
+    A span that is a whole file becomes a file of predictions; any other span becomes a part (folder.py).
+
     Args:
         task: Input and output of the predictions.
         skip: True if carried columns that cannot be decoded are written as nulls (data.on_error: skip).
@@ -182,7 +201,7 @@ class SpanWriter:
         self._waiting: deque[Future[None]] = deque()
 
     def put(self, span: Span, scores: list[np.ndarray], present: np.ndarray, counts: Counts) -> None:
-        """Add a span to the queue. The call blocks while the queue is full.
+        """Add a span to the queue. The call blocks while the queue is full, and raises the error of an earlier span.
 
         Args:
             span: Span that has been predicted.
@@ -195,7 +214,7 @@ class SpanWriter:
         self._waiting.append(self._thread.submit(self._write, span, scores, present, counts))
 
     def close(self) -> None:
-        """Wait until all spans have been written, and stop the thread."""
+        """Wait until all spans have been written, and stop the thread; after an error, drop the spans in the queue."""
         try:
             while self._waiting:
                 self._waiting.popleft().result()
@@ -229,7 +248,12 @@ def _make_schema(task: PredictionTask, carried: pa.Schema, scores: list[pa.DataT
 
 
 def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
-    """Return scores as a column: float for one score per row, list<float> for classes and vectors; null if absent."""
+    """Return scores as a column of float or list<float>.
+
+    Args:
+        scores: float32 [rows] for one score per row; [rows, classes] or [rows, width] for classes and vectors.
+        present: bool [rows]; the column is null where the value is False.
+    """
     absent = ~present
     if scores.ndim == 1:
         return pa.array(scores, pa.float32(), mask=absent if absent.any() else None)
@@ -239,11 +263,11 @@ def to_score_column(scores: np.ndarray, present: np.ndarray) -> pa.Array:
 
 
 def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None] = lambda: None) -> None:
-    """Join the parts of a file in order. Every part becomes one row group.
+    """Join the parts of a file in order; the parts are kept. Every part becomes one row group.
 
     Args:
         task: Input and output of the predictions.
-        spans: All spans of one file, in order, whose parts have been written.
+        spans: All spans of one file (at least one), in order, whose parts have been written.
         tick: Function called after each part, to report progress.
 
     Raises:
@@ -268,7 +292,7 @@ def join_parts(task: PredictionTask, spans: list[Span], tick: Callable[[], None]
 
 
 def _read_part(read: Callable[[str], Any], name: str) -> Any:
-    """Return the result of `read` for a part; raise RunError if the part cannot be read."""
+    """Return the result of `read` for the path or URI of a part; raise RunError if the part cannot be read."""
     try:
         return read(name)
     except (DataError, OSError, pa.ArrowException) as error:
@@ -277,7 +301,17 @@ def _read_part(read: Callable[[str], Any], name: str) -> Any:
 
 
 def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> None:
-    """Write an empty file of predictions for an input file without rows; raise RunError if writing fails."""
+    """Write an empty file of predictions for an input file without rows.
+
+    Args:
+        task: Input and output of the predictions.
+        path: Path or URI of the input file.
+        scores: Types of the score columns.
+
+    Raises:
+        DataError: As in `CarriedColumns.schema`.
+        RunError: The file cannot be written.
+    """
     schema = _make_schema(task, task.carried.schema(path), scores, Counts())
     folder = PredictionFolder(task.out)
     with _report_write_errors(task), folder.open_parquet_writer(task.name_of(path), schema) as writer:
@@ -285,7 +319,7 @@ def write_empty(task: PredictionTask, path: str, scores: list[pa.DataType]) -> N
 
 
 def group_by_file(spans: Iterator[Span] | list[Span]) -> dict[str, list[Span]]:
-    """Return file → its spans in order, for files with several spans."""
+    """Return path of a file → its spans in order, for files with several spans; other files are omitted."""
     groups: dict[str, list[Span]] = {}
     for span in spans:
         if not span.is_whole:
@@ -299,5 +333,5 @@ def _report_write_errors(task: PredictionTask) -> AbstractContextManager[None]:
         "the predictions cannot be written",
         where=task.out,
         expected="a folder with free space that all nodes can write to",
-        do="free space or correct the permissions, then repeat the command; complete files are kept",
+        do="correct the error, then repeat the command; complete files are kept",
     )

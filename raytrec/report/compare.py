@@ -12,6 +12,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.formatting import flatten, parse_number
 from raytrec.common.redaction import hide
 from raytrec.metrics.results import RESULT_TITLES, Row, as_text, format_result
+from raytrec.report.report import read_run, write_page
 from raytrec.tracking.run_folder import RunFolder, check_run_folder
 
 # Prefixes of keys that do not affect training and are therefore not compared.
@@ -43,7 +44,8 @@ def compare(places: Sequence[str | Path]) -> Comparison:
     """Read the run folders `places`, and compare the runs with the first one.
 
     Raises:
-        RunError: There are fewer than two places, or a folder does not exist or contains no files of a run.
+        RunError: There are fewer than two places, or a folder does not exist, contains no files of a run, or contains
+            a file that cannot be read.
     """
     if len(places) < 2:
         raise RunError(
@@ -51,7 +53,7 @@ def compare(places: Sequence[str | Path]) -> Comparison:
             expected="at least two run folders",
             do="run `raytrec compare RUN RUN …`, or `raytrec report RUN` for a single run",
         )
-    runs = [RunFolder.read(check_run_folder(place)) for place in places]
+    runs = [read_run(check_run_folder(place)) for place in places]
     unordered = {key: row for run in runs for key, row in format_result(run.result).items()}
     rows = dict(
         sorted(unordered.items(), key=lambda item: item[0] in RESULT_TITLES and [*RESULT_TITLES].index(item[0]) + 1)
@@ -69,7 +71,6 @@ def write(comparison: Comparison, out: str | Path) -> Path:
     """
     from raytrec.report.figures.learning import draw_overlay
     from raytrec.report.figures.style import to_svg
-    from raytrec.report.report import write_page
 
     figures = draw_overlay(comparison.runs, comparison.names)
     pictures = [to_svg(picture, picture.get_suptitle()) for picture in figures]

@@ -103,9 +103,9 @@ def _get_last_value(run: RunFolder, key: str) -> float:
 def find_poor_fit(run: RunFolder) -> list[str]:
     """Return a sentence for each NE that is above 1, or above OVERFIT_NE_RATIO × the NE in training.
 
-    NE is the normalized entropy: log loss ÷ the log loss of predicting the label's mean for every row. The last
-    evaluation is compared with the mean of the last OVERFIT_WINDOWS intervals of training, but not if
-    train.early_stopping.restore_best is set.
+    NE is the normalized entropy: log loss ÷ the log loss of predicting the label's mean for every row (He et al.,
+    "Practical Lessons from Predicting Clicks on Ads at Facebook", 2014). The last evaluation is compared with the mean
+    of the last OVERFIT_WINDOWS intervals of training, but not if train.early_stopping.restore_best is set.
     """
     texts = []
     stopping = as_dict(as_dict(run.config.get("train")).get("early_stopping"))
@@ -155,8 +155,9 @@ def _shorten(sentences: list[str], noun: str) -> list[str]:
 def find_straggler(lines: list[RankLine]) -> str | None:
     """Return a sentence about a rank whose own time far exceeds the other ranks' median, with the phase to blame.
 
-    Own time excludes the phases in which ranks wait for each other (aggregate.WAIT_PHASES). The result is None if there
-    is no such rank, or if the interval is shorter than MIN_INTERVAL_S. `lines` contains one line per rank.
+    The excess must be more than STRAGGLER_EXCESS_SHARE of the interval. Own time excludes the phases in which ranks
+    wait for each other (aggregate.WAIT_PHASES). The result is None if there is no such rank, or if the interval is
+    shorter than MIN_INTERVAL_S. `lines` contains one line per rank.
     """
     timed = [line for line in lines if line.seconds > 0]
     if len(timed) < 2:
@@ -184,7 +185,7 @@ def find_straggler(lines: list[RankLine]) -> str | None:
 
 
 def find_low_utilization(lines: list[RankLine]) -> str | None:
-    """Return a sentence with a remedy if GPUs are mostly idle or ranks wait long for data, else None."""
+    """Return a sentence with a remedy if GPUs are idle (IDLE_GPU_PERCENT) or ranks wait long for data, else None."""
     seconds = sum(line.seconds for line in lines)
     if seconds <= 0:
         return None

@@ -33,11 +33,16 @@ class RenderedFigure(NamedTuple):
 
 
 def pictures(folder: str | Path) -> list[Path]:
-    """Write the plots of a run that have data to FOLDER/pictures/ as PNG files, and return the files' paths."""
+    """Write the plots of a run that have data to FOLDER/pictures/ as PNG files, and return the files' paths.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+        OSError: A PNG file cannot be written.
+    """
     from raytrec.report.figures import GALLERY
     from raytrec.report.figures.style import save_png
 
-    run, target = RunFolder.read(folder), Path(folder) / PICTURES
+    run, target = read_run(folder), Path(folder) / PICTURES
     target.mkdir(exist_ok=True)
     paths = []
     for entry in GALLERY:
@@ -61,11 +66,16 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
         Path of the page, and paths of the plots that have data.
 
     Raises:
-        RunError: A file cannot be written.
-        OSError: A file of the run cannot be read.
+        RunError: A file of the run cannot be read, or a file cannot be written.
     """
-    run = RunFolder.read(folder)
+    run = read_run(folder)
     return write_report(run, draw(run), Path(out or folder))
+
+
+def read_run(folder: str | Path) -> RunFolder:
+    """Read a run folder; raise RunError if one of its files cannot be read."""
+    with convert_os_errors("a file of the run cannot be read", where=str(folder)):
+        return RunFolder.read(folder)
 
 
 def draw(run: RunFolder) -> list[RenderedFigure]:
@@ -135,10 +145,13 @@ class BackgroundRenderer:
         self._confirmed = self._sizes is not None and self._file_sizes() == self._sizes
 
     def write(self) -> tuple[Path, list[Path]]:
-        """Write the report as `build` does; redraw the plots if drawing failed, or unless `confirm` found no change."""
+        """Write the report as `build` does; redraw the plots if drawing failed, or unless `confirm` found no change.
+
+        Waits for the thread. Errors are as for `build`.
+        """
         if self._thread.ident is not None:
             self._thread.join()
-        run, drawn = RunFolder.read(self.folder), self._drawn if self._confirmed else None
+        run, drawn = read_run(self.folder), self._drawn if self._confirmed else None
         return write_report(run, draw(run) if drawn is None else drawn, self.folder)
 
     def _draw(self) -> None:
@@ -170,9 +183,9 @@ def convert_write_errors(path: Path, what: str = "page", option: str = "--out") 
     Args:
         path: File or folder to write.
         what: Noun for the file, such as "page".
-        option: Command-line option that sets the path.
+        option: Command-line option, of this command or of `raytrec report`, that sets the path.
     """
-    return convert_os_errors(f"cannot write the {what}", where=str(path), do=f"choose another path with {option}")
+    return convert_os_errors(f"cannot write the {what}", where=str(path), do=f"fix the cause, or change {option}")
 
 
 def write_page(path: Path, template: str, **values: Any) -> Path:

@@ -39,7 +39,10 @@ def bounds(run: RunFolder) -> DataTable:
 
 
 def ranks(run: RunFolder) -> DataTable | None:
-    """Return a table with a row for each recorded rank of the last worker group; None if ranks.jsonl has no lines."""
+    """Return a table with a row for each recorded rank of the last worker group; None if ranks.jsonl has no lines.
+
+    The group's first interval, in which readers start, is excluded unless it is the only one.
+    """
     lines = aggregate.sum_over_time(aggregate.skip_warmup(run.ranks))
     total = sum(line.added("lookup_bytes") for line in lines)
     return _build_slice_table(_build_rank_row(line, total) for line in lines) if lines else None
@@ -153,7 +156,7 @@ def checks(run: RunFolder) -> DataTable | None:
 
 
 def events(run: RunFolder) -> DataTable | None:
-    """Return a table of the last MAX_EVENTS events, or None without events; successful saves are omitted."""
+    """Return a table of the last MAX_EVENTS events other than successful saves, by time; None if there are none."""
     record = build_timeline(run)
     items = [(mark.at_s, mark.kind, mark.step, mark.text) for mark in record.marks if mark.kind != "saved"]
     items += [(g.begin_s, "started", None, _started(g.workers, g.resumed_after_s)) for g in record.groups]
@@ -170,7 +173,7 @@ def events(run: RunFolder) -> DataTable | None:
 
 
 def saves(run: RunFolder) -> str:
-    """Return a sentence with the number of saves, the last step and training's mean wait, or that there is no save."""
+    """Return a sentence with the number of successful saves, last step and mean wait, or that there are none."""
     good = [event for event in run.events if isinstance(event, Saved) and not event.error]
     if not good:
         return "No checkpoint was recorded."

@@ -59,26 +59,29 @@ def index(
         items: Parquet file or folder of Parquet files, local, s3:// or gs://, with one row per item and the
             columns of the item tower's features.
         out: Folder to write to, local, s3:// or gs://; all nodes must be able to reach it.
-        item: Column that identifies an item; default: eval.retrieval.item of the run, or else "item".
+        item: Column with a unique key for each item; default: eval.retrieval.item of the run, or else "item".
         columns: Item columns to store in the index; default: all.
         faiss: Specification for faiss.index_factory, such as HNSW32; default: exact search only.
         queries: Parquet file or folder with query rows for measuring the recall of faiss, with the columns of
-            the query tower's features; default: the run's data.test, else its data.valid, if readable.
+            the query tower's features; default: the run's data.test, else its data.valid, if readable. Ignored
+            without `faiss`.
         workers: As in `predict`.
         checkpoint: As in `predict`.
         overrides: As in `predict`.
         allow_code: As in `predict`.
 
     Returns:
-        Result: Metrics, as in index.json: index.items, index.width, index.faiss (None: exact search only),
-            index.recall@10 and @100 of faiss (only up to the number of items; below 10 items, at their number),
-            index.queries (number of queries), index.queried (their location), index.faiss_sha256; item, name,
-            checkpoint, world_size, seconds and the counts of `predict`.
+        Result: Metrics, as in index.json: index.items, index.width, index.faiss (None: exact search only); with faiss,
+            index.faiss_sha256; with faiss and queries, index.recall@10 and @100 of faiss (only up to the number of
+            items; below 10 items, at their number), index.queries (number of queries) and index.queried (their
+            location); item, name, checkpoint, world_size, seconds and the counts of `predict`.
 
     Raises:
         ConfigError: As in `predict`; or faiss is not installed or rejects the specification, the model has no query
             and item vectors, or the name of an item column is reserved.
-        RunError, DataError: As in `predict`; or an item lacks a key, or two items have the same key.
+        SchemaError: As in `resolve_checkpoint`.
+        RunError: As in `predict`; or a file of the index cannot be written.
+        DataError: As in `predict`, also for the queries; or an item lacks a key, or two items have the same key.
 
     Example:
         >>> raytrec.index("runs/films", "items.parquet", "index", item="item_id").metrics["index.items"]
@@ -180,7 +183,7 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
         seed: Seed for the sample of items that trains the index, if the index needs training.
 
     Raises:
-        ConfigError: faiss rejects the specification for this number and width of vectors.
+        ConfigError: faiss is not installed, or rejects the specification for this number and width of vectors.
     """
     faiss = require_faiss()
     try:
@@ -195,13 +198,19 @@ def build_faiss(spec: str, items_ND: np.ndarray, seed: int = 0) -> Any:
             f"faiss cannot build index '{spec}' of {len(items_ND):,} vectors of width {items_ND.shape[1]}: "
             f"{get_last_line(str(error), 'no reason given')}",
             where="--faiss",
-            expected="a specification for faiss.index_factory, such as HNSW32 or 'IVF256,Flat'",
+            expected="a specification for faiss.index_factory that suits these vectors, such as HNSW32",
         ) from None
     return index
 
 
 def _measure_recall(index: Index, queries: np.ndarray, uri: str) -> dict[str, Any]:
-    """Return the recall metrics of `index`: for each k, the share of the exact top k items that faiss finds."""
+    """Return the recall metrics of `index`: for each k, the share of the exact top k items that faiss finds.
+
+    Args:
+        index: Index with a faiss index.
+        queries: Query vectors, float32 [Q, D].
+        uri: Location of the queries, which is returned as index.queried.
+    """
     metrics: dict[str, Any] = {}
     for k in [k for k in RECALL_CUTOFFS if k <= len(index)] or [len(index)]:
         exact, approximate = (index.nearest(queries, k, exact=e)[0] for e in (True, False))

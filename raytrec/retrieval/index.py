@@ -85,7 +85,7 @@ class Index:
             item columns, and score. Rows are sorted by query, then by descending score.
 
         Raises:
-            ConfigError: k is not a positive integer, the vectors have the wrong width, or `leave_out` does
+            ConfigError: k is not a positive integer, the vectors have the wrong shape, or `leave_out` does
                 not have one entry for each query or contains keys of the wrong type.
         """
         queries = self._check_queries(vectors, k)
@@ -110,15 +110,14 @@ class Index:
         return table.assign(score=scores_QK[selected_QK])
 
     def nearest(self, queries: np.ndarray, k: int, *, exact: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows and scores of the k best items for each query, highest score first.
+        """Return the k (1 to N) best items for each query, float32 [Q, D], highest score first; `exact` as in `search`.
 
-        Rows are int64 [Q, k], and scores are float32 [Q, k]. Where faiss finds fewer than k items, the row is
-        -1 and the score is -inf.
+        Returns:
+            Rows, int64 [Q, k], and scores, float32 [Q, k]; -1 and -inf where faiss finds fewer than k items.
         """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
-        faiss_rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
-        rows = faiss_rows.astype(np.int64, copy=False)
+        rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1].astype(np.int64, copy=False)
         scores = np.where(rows < 0, -np.inf, compute_dot_products(self.vectors, queries, rows)).astype(np.float32)
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)
@@ -169,7 +168,7 @@ def load_index(folder: str) -> Index:
     Raises:
         RunError: The folder contains no index, or an index that is damaged or cannot be read.
         DataError: The path is not valid, or the store cannot be reached.
-        ConfigError: The index requires faiss, which is not installed.
+        ConfigError: The index requires faiss, which is not installed; or a Ray job passes a relative path.
 
     Example:
         >>> films = raytrec.load_index("index")
@@ -218,6 +217,9 @@ def read_vectors(uri: str) -> tuple[pa.Table, np.ndarray]:
     """Return the rows of a folder of Parquet files: a table without the vector column, and vectors, float32 [N, D].
 
     Rows that `predict` could not read have no vector and are skipped.
+
+    Raises:
+        DataError, OSError, LookupError, ValueError, ArrowException: Files are missing, damaged or not from `predict`.
     """
     table = pa.concat_tables([read_verified(file) for file in list_files(uri, "vectors").files])
     table = table.filter(table[VECTOR].is_valid())
@@ -233,7 +235,7 @@ def search_exactly(items_ND: np.ndarray, queries_QD: np.ndarray, k: int) -> tupl
     come last.
 
     Args:
-        items_ND: Item vectors, float32 [N, D].
+        items_ND: Item vectors, float32 [N, D], with N at most 2³².
         queries_QD: Query vectors, float32 [Q, D].
         k: Number of items per query, 1 to N.
 

@@ -94,7 +94,7 @@ class ColumnSplit:
         return rows
 
     def run(self, user_inputs: Tensors, row_inputs: Tensors, users_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of the model's program for candidates.
+        """Return the outputs of the model's program for candidates: for each task, float32 [B] or [B, classes].
 
         Args:
             user_inputs: Inputs from the users' columns, with one row per user.
@@ -120,7 +120,7 @@ def find_min_candidates(score: Callable[[list[Any], bool], Any], rows: list[Any]
     the user is faster for every measured number, the result is the last of these numbers.
 
     Args:
-        score: Function of (candidates, True to repeat the user) that scores the candidates.
+        score: Function of (candidates, True to repeat the user) that scores the candidates; it is called repeatedly.
         rows: Examples of candidates; at least one.
     """
     until = process_time() + MEASURING_S

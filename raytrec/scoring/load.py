@@ -52,6 +52,7 @@ def load(
     """Load a model written by `raytrec export`. Neither Ray, TorchRec nor the run folder is needed.
 
     Tables are mapped into memory. Rows that have been looked up stay in memory as long as the system has free memory.
+    The golden rows (rows stored with their scores) are scored to check the model.
 
     Args:
         uri: Local path, s3:// or gs:// URI. Files in a store are first copied to a temporary folder, whose space is
@@ -64,8 +65,8 @@ def load(
             tables are mapped.
 
     Raises:
-        RunError: There is no export, it is damaged or cannot be copied, or this process computes other scores for
-            its golden rows (rows stored with their scores).
+        RunError: There is no export, it is damaged or cannot be copied, code of its transforms cannot be imported, or
+            this process computes other scores for its golden rows.
         ConfigError: A transform names code, and `allow_code` is False; or a Ray job passes a relative path.
         DataError: The URI is not valid, or the store cannot be reached.
 
@@ -93,8 +94,8 @@ def load(
             raise RunError(
                 f"the export cannot be loaded: {get_first_line(error)}",
                 where=place,
-                expected=f"files that match {MANIFEST_FILE}, as `raytrec export` writes them",
-                do="export the run again",
+                expected=f"files that match {MANIFEST_FILE}, and code of the transforms that can be imported",
+                do="correct the code, if the error is in a transform module:name; otherwise, export the run again",
             ) from error
         if copied:
             unlink_files(folder, local.files.keys() & table_files)
@@ -108,7 +109,7 @@ def select_files(manifest: Manifest, names: Iterable[str]) -> Manifest:
 
 
 def unlink_files(folder: Path, names: Iterable[str]) -> None:
-    """Remove mapped files, so that their space is freed when the process ends, even if it is killed."""
+    """Remove mapped files from a folder, so that their space is freed when the process ends, even if it is killed."""
     for name in names:
         (folder / name).unlink()
 
@@ -130,7 +131,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
 
 
 def list_table_names(manifest: Manifest) -> set[str]:
-    """Return the names of the files that contain rows of tables."""
+    """Return the names of the files that contain rows of tables, relative to the export's folder."""
     return {name for stack in manifest.stacks for name in stack.files}
 
 
@@ -140,7 +141,7 @@ def copy_to_disk(place: str, manifest: Manifest, copies: ExitStack) -> tuple[Pat
     Args:
         place: Folder or URI of the export.
         manifest: Manifest of the export.
-        copies: Exit stack that deletes the copies when it is closed.
+        copies: Exit stack to which a callback is added that deletes the copies.
 
     Returns:
         (local folder with the export's files, True if they are copies). A local export is not copied.
@@ -259,7 +260,7 @@ def open_export(
 
     Raises:
         RunError: A program, the file of a table or the managed ids do not match the manifest.
-        Exception: Another file is missing or damaged (OSError, ArrowException), or `make_lookups` failed.
+        OSError, ArrowException, ValueError: Another file is missing or damaged. `make_lookups` can raise any error.
     """
     vocabularies = [_resolve_vocabulary(each, folder) for each in manifest.transforms]
     manifest = manifest.model_copy(update={"transforms": vocabularies})
@@ -279,18 +280,20 @@ def _resolve_vocabulary(transform: Any, folder: Path) -> Any:
 
 
 def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
-    """Read the managed ids of a table and their rows.
+    """Read the managed ids of a table and their rows from a Parquet file with columns id and row.
 
     Raises:
         RunError: There are more ids than rows, or the column `row` does not consist of int64 rows of the table.
-        OSError, ArrowException, ValueError: The file cannot be read, or lacks the column `id` or `row`.
+        OSError, ArrowException, ValueError, TypeError: The file cannot be read, lacks the column `id` or `row`, or
+            contains values of another type.
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
+    parts = {"where": str(file), "do": "copy or export the model again"}
     if parquet.metadata.num_rows > schema.rows:
         what = f"the file contains {format_count(parquet.metadata.num_rows, 'managed id')} of table {table}"
-        raise RunError(what, where=str(file), expected=f"at most {schema.rows:,}, the number of the table's rows")
+        raise RunError(what, expected=f"at most {schema.rows:,}, the number of the table's rows", **parts)
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
         what = f"column 'row' does not consist of rows of table {table}"
-        raise RunError(what, where=str(file), expected=f"int64 values from 0 to {schema.rows - 1:,}")
+        raise RunError(what, expected=f"int64 values from 0 to {schema.rows - 1:,}", **parts)
     return IdRows(schema, ids_to_keys(ids), rows)

@@ -1,4 +1,7 @@
-"""Look up the embeddings that a model's programs read, pooled per bag or as sequences, in plain torch."""
+"""Look up the embeddings that a model's programs read, pooled per bag or as sequences, in plain torch.
+
+A bag contains the ids of one feature in one row. B is the number of rows, D the dim of a table.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class IdRows:
     """Mapping from a table's managed ids to their rows.
 
     Args:
-        table: Schema of the table; may be None if only `ids`, `read` and len() are used.
+        table: Settings of the table in the schema; may be None if only `ids`, `read` and len() are used.
         keys: Keys (hashes) of the ids that have their own row, int64 [n], ascending.
         rows: Rows of these ids, int64 [n].
     """
@@ -119,7 +122,12 @@ class Lookups:
         self._group = lru_cache(MAX_CACHED_GROUPINGS)(lambda *key: lookups._group_features(*key))
 
     def __call__(self, rows: AssembledTensors, needed_features: Collection[str]) -> Tensors:
-        """Return the programs' inputs of `needed_features` and of the dense columns, with B rows each."""
+        """Return the programs' inputs of `needed_features` and of the dense columns, with B rows each.
+
+        Args:
+            rows: B rows with ids that are in range (or managed ids) and dense values.
+            needed_features: Names of sparse features.
+        """
         bags, side_features = rows.bags, rows.side_features or {}
         inputs: Tensors = {("dense", ""): rows.dense}
         lengths_FB = bags.lengths.view(len(bags.keys), bags.rows)
@@ -175,6 +183,8 @@ class Lookups:
     ) -> Callable[[], None]:
         """Prepare new rows, and return a function that writes them to the tables, to be called in the scoring thread.
 
+        Until that call, lookups return the old rows.
+
         Args:
             deltas: Table → new rows, for each of several consecutive deltas (changes that a run has published).
             version: Name of the state after these deltas.
@@ -206,7 +216,7 @@ class Lookups:
         return lambda first, end: stack.read(first_row + first, first_row + end)
 
     def find_table_rows(self, table: str, ids_N: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ids in a table: int64 [N] → int64 [N]."""
+        """Return the rows of ids in a table: int64 [N] → int64 [N]; ids that are not managed are row indices."""
         return self.ids[table](ids_N) if table in self.ids else ids_N
 
     def _look_up_feature(
@@ -217,7 +227,15 @@ class Lookups:
         weights_N: torch.Tensor | None,
         side: torch.Tensor | None,
     ) -> Tensors:
-        """Return the inputs of one feature, with any number of ids per row."""
+        """Return the inputs of one feature, with any number of ids per row.
+
+        Args:
+            place: Index of the feature among the schema's sparse features.
+            ids_N: Ids of all rows, int64.
+            lengths_B: Number of ids of each row.
+            weights_N: Weights of the ids, float32; None: no feature has weights.
+            side: Side features, float64 [N, n]; None: the feature has none.
+        """
         (feature, spec), table = self._specs[place], self._tables[place]
         vectors_ND = table.stack.vectors(self.find_table_rows(spec.table, ids_N) + table.first_row)
         bag_weights_N = weights_N if spec.weights else None
@@ -242,9 +260,9 @@ def pool_bags(
     """Return the sum or mean of the vectors of each bag, float32 [B, D]; zeros for empty bags.
 
     Args:
-        vectors_ND: Vectors, already multiplied by their weights.
-        lengths_B: Number of vectors of each bag.
-        weights_N: Weights; None: the vectors are not weighted.
+        vectors_ND: Vectors of all bags, float32, already multiplied by their weights.
+        lengths_B: Number of vectors of each bag, integer.
+        weights_N: Weights, float32; None: the vectors are not weighted.
         mean: True to divide each sum by the sum of the bag's weights (unless the sum is 0) or, without weights, by
             the bag's length.
     """

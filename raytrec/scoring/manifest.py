@@ -122,20 +122,27 @@ class ExportSource(Section):
     checkpoint_id: str
     """Checksum of the checkpoint's content."""
     raytrec: str
+    """Version of raytrec that wrote the export."""
     torch: str
+    """Version of torch that wrote the export."""
 
 
 class Manifest(Section):
-    """Content of an export.
+    """Content of an export, as written to manifest.json.
 
     Attributes:
+        format: Version of the export's format.
+        source: Run, checkpoint and packages from which the export was made.
         data_schema: Schema of the features that the model reads; key: schema.
         sequences: Feature of which the model reads the vector of each id → maximum number of ids.
         lists: Features whose columns contain lists after the transforms.
         transforms: Transforms needed for these features; files that they name are in the export's folder.
+        tasks: Tasks of the model, in the order of the outputs of the program predict.
         towers: Tower (query or item) → features and dense columns from which its vectors are computed.
         programs: Program → its file and inputs; query and item exist for models with two towers.
+        stacks: Stacks of the model's tables; each table is in one stack.
         ids: Table with managed ids → name of the file with its ids.
+        golden_rows: Number of golden rows; 0: the scores cannot be checked.
         files: Name → entry, for all files except manifest.json.
     """
 
@@ -200,7 +207,7 @@ class Manifest(Section):
 
     @property
     def stack_precisions(self) -> str:
-        """Return the precisions of the stacks, separated by commas."""
+        """Return the precisions of the stacks in their order, separated by commas."""
         return ",".join(each.precision for each in self.stacks)
 
     @property

@@ -44,10 +44,15 @@ def list_matrix_columns(columns: pa.Schema, dense: Collection[str]) -> dict[str,
 
 
 def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array | None:
-    """Return the values of a matrix, concatenated over rows.
+    """Return the values of a matrix, concatenated over rows, as an array of B · len(columns) values.
 
     The result is None if the table has no column of this name or has one of the matrix's columns, or if `columns` is
     empty. A column with the name of the matrix is then an additional column, which is ignored.
+
+    Args:
+        table: B rows of a request.
+        name: Name of the matrix.
+        columns: Columns of the matrix, in the order of its values.
 
     Raises:
         DataError: A row does not have one value for each column.
@@ -73,6 +78,8 @@ def read_matrix(table: pa.Table, name: str, columns: Sequence[str]) -> pa.Array 
 def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Matrices:
     """Return matrix → values, [B, columns]; {} if the table has columns other than the matrices, or has no rows.
 
+    The dtype is that of the table's values; values with nulls become floating point with NaN.
+
     Args:
         table: Rows of a request.
         matrices: Result of `list_matrix_columns`.
@@ -88,7 +95,7 @@ def read_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> Mat
 
 
 def split_matrices(table: pa.Table, matrices: Mapping[str, Sequence[str]]) -> pa.Table:
-    """Return a request's table to which the columns in its matrices are appended.
+    """Return a request's table to which the columns in its matrices, if any, are appended.
 
     Args:
         table: Rows of a request.

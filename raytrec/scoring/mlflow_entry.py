@@ -39,7 +39,7 @@ class ExportedModel(PythonModel):
     def predict(self, context, model_input: pd.DataFrame, params=None):
         """Return the predictions of rows in a column score or, with several tasks, a column score_TASK per task.
 
-        Times must be in UTC, because MLflow does not support time zones.
+        Additional columns are ignored. Times must be in UTC, because MLflow does not support time zones.
 
         Raises:
             DataError, ArrowException: A column or value is missing or invalid.

@@ -127,12 +127,9 @@ def compute_gru(
     shapes = [(3 * width, inputs), (3 * width, width), *[(3 * width,)] * 2 * has_biases]
     actual_shapes = [tuple(weight.shape) for weight in weights]
     if (layers, bidirectional, steps_BTD.dim()) != (1, False, 3) or actual_shapes != shapes:
-        actual = (
-            f"{layers} layers, bidirectional={bidirectional}, {steps_BTD.dim()} dimensions, weights {actual_shapes}"
-        )
-        raise RuntimeError(
-            f"expected a GRU of one layer and direction with 3-D input and weights {shapes}, got {actual}"
-        )
+        expected = f"a GRU of one layer and direction with 3-D input and weights {shapes}"
+        actual = f"{layers} layers, bidirectional={bidirectional}, {steps_BTD.dim()}-D input, weights {actual_shapes}"
+        raise RuntimeError(f"expected {expected}, got {actual}")
     return aten.gru.input(
         steps_BTD, initial_1BH, weights, has_biases, layers, dropout, train, bidirectional, batch_first
     )

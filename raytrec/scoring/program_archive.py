@@ -138,7 +138,7 @@ def replace_weights(content: bytes, program: torch.fx.GraphModule, weights: Mapp
     Args:
         content: Content of the program's archive.
         program: Program that `load_program` has loaded from the archive.
-        weights: New values of all weights by name.
+        weights: New values of all weights by name, with the shapes and dtypes of the program's weights.
     """
     entries = _read_entries(content)
     config = json.loads(entries[WEIGHTS_CONFIG])["config"]
@@ -162,6 +162,7 @@ def sanitize_archive(content: bytes) -> bytes:
 
 
 def _sanitize_entries(entries: dict[str, bytes]) -> bytes:
+    """Return an archive of checked entries, as `sanitize_archive` does; the entries are removed from the mapping."""
     parts: dict[str, bytes] = {}
     for name, pattern in TENSORS.items():
         config = _sanitize_tensors(_parse_entry(entries, name), pattern)
@@ -189,7 +190,7 @@ def _sanitize_entries(entries: dict[str, bytes]) -> bytes:
 
 
 def _read_entries(content: bytes) -> dict[str, bytes]:
-    """Return the entries of an archive by name, without the name of its root folder."""
+    """Return the entries of an archive by name, without the name of its root folder; errors as `sanitize_archive`."""
     entries: dict[str, bytes] = {}
     with ZipFile(io.BytesIO(content)) as archive:
         infos = archive.infolist()
@@ -219,7 +220,10 @@ def _parse_entry(entries: dict[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _sanitize_tensors(config: dict[str, Any], pattern: re.Pattern) -> dict[str, Any]:
-    """Check that a description of tensors has valid names, no pickles, and files that match a pattern; return it."""
+    """Return a description of tensors; raise DisallowedContent for invalid names, pickles, or files of other names.
+
+    The description is changed in place. `pattern` is the pattern of file names.
+    """
     tensors = as_dict(config.get("config"))
     for name, value in tensors.items():
         tensor = as_dict(value)
@@ -238,6 +242,9 @@ def _sanitize_value(value: Any, key: str) -> Any:
 
     A string must be an operator, a symbolic expression, a structure of arguments, or match the pattern of its key.
     Keys and the arguments of operators are also checked. Numbers, truth values and null are allowed.
+
+    Raises:
+        DisallowedContent: The value or a part of it is not allowed.
     """
     if isinstance(value, dict):
         for name in value:
@@ -261,7 +268,10 @@ def _sanitize_value(value: Any, key: str) -> Any:
 
 
 def _check_tree_shape(text: str) -> str:
-    """Check and return the structure of a program's arguments or results: tuples of tensors, no named arguments."""
+    """Return the structure of a program's arguments or results; raise DisallowedContent unless it is allowed.
+
+    Tuples of tensors are allowed, but no named arguments.
+    """
     try:
         version, shape = parse_json(text)
         stack = [shape]

@@ -198,7 +198,7 @@ class ObjectRows:
 
 
 def concat_rows(parts: Sequence[pa.Table | ObjectRows]) -> pa.Table:
-    """Return the rows of several parts, which must have the same type and schema, as one table.
+    """Return the rows of several parts (at least one), which must have the same type and schema, as one table.
 
     Raises:
         DataError: A row is not a mapping or lacks a column, or a value does not match the type of its column.
@@ -367,7 +367,10 @@ def _describe_type(kind: pa.DataType) -> str:
 
 
 def widen_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type to which untyped values (JSON) of a column are converted, such as int64 for int8."""
+    """Return the type to which untyped values (JSON) of a column are converted.
+
+    Integers become int64 (uint64 stays), floating-point numbers and decimals float64, large text text, also in lists.
+    """
     kind = plain(kind)
     inner = list_element_type(kind)
     if inner is not None:

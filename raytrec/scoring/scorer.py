@@ -30,7 +30,7 @@ Programs = Mapping[ProgramName, torch.fx.GraphModule]
 
 
 class Scorer:
-    """Trained model that scores rows, created by `raytrec.load`. All methods except `update` are thread-safe.
+    """Trained model that scores rows, created by `raytrec.load`. All methods are thread-safe, except `update`.
 
     Args:
         manifest: Manifest of the export.
@@ -117,7 +117,7 @@ class Scorer:
         return {name.partition("/")[2]: value for name, value in self.program_weights.items()}
 
     def update(self, step: int, version: str, ids: Mapping[str, IdRows], weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace managed ids and weights in place.
+        """Replace managed ids and weights in place. Rows of tables are replaced by `Lookups.prepare_update`.
 
         This method is not thread-safe, and must be called in the thread that scores.
 
@@ -205,7 +205,8 @@ class Scorer:
     def read_candidates(self, user: Any, candidates: Any, max_ids: int = sys.maxsize) -> tuple[Any, Any, Any]:
         """Read a user and candidates, in the forms that `predict` accepts, for `rank` or `score`.
 
-        A few candidates are returned as rows that contain the user's columns, if scoring such rows is faster.
+        A few candidates are returned as rows that contain the user's columns, if scoring such rows is faster. The
+        first call for a set of user columns measures from how many candidates it is not (`find_min_candidates`).
 
         Args:
             user: One row.
@@ -332,7 +333,7 @@ class Scorer:
             return self.lookups(rows, reader.form.schema.sparse)
 
     def as_table(self, predictions: Sequence[np.ndarray]) -> pa.Table:
-        """Return predictions, as returned by `score`, as a table with one column per task."""
+        """Return predictions, as returned by `score`, as a table with one column per task (lists for classes)."""
         names = [task.column for task in self.manifest.tasks]
         columns = (pa.array(values if values.ndim == 1 else list(values)) for values in predictions)
         return pa.table(dict(zip(names, columns, strict=True)))
@@ -357,7 +358,7 @@ class Scorer:
                 f"scores computed here differ from the exported scores by {largest:.2g}",
                 where=f"the golden rows of {self.version}",
                 expected=f"a difference of at most {TOLERANCE:g}",
-                do="export the run again",
+                do=f"use torch {self.manifest.source.torch}, as the export did, or export the run again",
             )
         return largest
 

@@ -59,6 +59,9 @@ def rewrite_for_single_rows(
 ) -> RewrittenProgram | None:
     """Return a program in which some inputs have one row per user; None if rewriting fails or changes the outputs.
 
+    Both programs are run on random inputs; torch's random state is restored. Outputs count as changed beyond
+    COMPARISON_TOLERANCE.
+
     Args:
         program: Graph of ExportedProgram.module().
         inputs: Inputs of the program. The rewritten program takes two more: the user of each row, int64 [B], and the
@@ -94,14 +97,21 @@ def _is_close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def repeat_rows(values: torch.Tensor, users_B: torch.Tensor, dim: int = 0, broadcast: bool = False) -> torch.Tensor:
-    """Return the values of each row's user: size U of `dim` becomes B. With `broadcast`, a size of 1 is unchanged."""
+    """Return the values of each row's user: size U of `dim` becomes B.
+
+    Args:
+        values: Values of U users, in dimension `dim`.
+        users_B: Index of each row's user, int64 [B].
+        dim: Dimension of the users.
+        broadcast: True to leave a size of 1 unchanged, because the result is broadcast.
+    """
     if values.shape[dim] > 1:
         return values.index_select(dim, users_B)
     return values if broadcast else values.expand(*values.shape[:dim], len(users_B), *values.shape[dim + 1 :])
 
 
 def _multiply(ones_RND: torch.Tensor, others_UMD: torch.Tensor, users_B: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the dot products of N and M vectors in each row, [R, N · M].
+    """Return the dot products of N and M vectors in each of R rows, [R, N · M].
 
     Args:
         ones_RND: N vectors per row (or per user).

@@ -62,7 +62,7 @@ class TablePrecision:
         """Encode rows for storage: float32 [n, dim] → [n, width(dim)].
 
         Args:
-            rows_ND: Values of the rows.
+            rows_ND: Values of the rows; for int4, dim must be even.
 
         Raises:
             ConfigError: A value is NaN or too large for the precision; fp32 accepts all values.
@@ -89,7 +89,7 @@ class TablePrecision:
         return torch.cat([steps_ND, scales_N1.view(torch.uint8), offsets_N1.view(torch.uint8)], 1)
 
     def decode(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the values of stored rows: float32 [n, dim]."""
+        """Return the values of stored rows: [n, width(dim)] → float32 [n, dim]."""
         if not self.bits:
             return stored.float()
         width = stored.shape[1] - 2 * self.scale_dtype.itemsize
@@ -225,7 +225,7 @@ def choose_block_rows(precision: TablePrecision, dim: int) -> int:
 
 
 def make_header(rows: int, precision: TablePrecision, dim: int) -> bytes:
-    """Return the first ALIGNMENT bytes of a block's file, which precede the values of its rows.
+    """Return the first ALIGNMENT bytes of a block's file, which precede the values of its `rows` rows of `dim` values.
 
     Files are written without the safetensors library, which would need all values in memory. The format consists of
     eight bytes with the length of a JSON header, the header, and the values.
@@ -247,7 +247,7 @@ def open_tables(folder: Path, manifest: Manifest) -> dict[str, StackedTable]:
 
 
 def place_tables(manifest: Manifest, stacks: Sequence[Any]) -> dict[str, StackedTable]:
-    """Return table → its stack and first row; `stacks` are in the order of the manifest."""
+    """Return table → its stack and first row; `stacks` contains RowStacks (or the like) in the manifest's order."""
     tables = {}
     for entry, stack in zip(manifest.stacks, stacks, strict=True):
         shapes = [manifest.data_schema.tables[name] for name in entry.tables]
@@ -269,6 +269,7 @@ def _open_stack(folder: Path, entry: StackEntry, rows: int, dim: int) -> RowStac
                     f"{name} does not contain the rows of {', '.join(entry.tables)}",
                     where=str(folder),
                     expected=f"a safetensors file with {precision.dtype} [{block_rows}, {precision.width(dim)}]",
+                    do="copy or export the model again",
                 )
             parts.append((folder / name, ALIGNMENT, size))
         content = map_files(parts)

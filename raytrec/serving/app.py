@@ -119,6 +119,7 @@ class Service:
         self.figures.seconds.labels(path, version).observe(perf_counter() - began)
 
     async def _answer(self, request: Request, path: str) -> Response:
+        """Return the response to a request; `path` is the request's path or path template."""
         try:
             return await self._endpoint(request, path).answer(request, await self._choose_scorer(request))
         except RefusedRequest as error:
@@ -150,9 +151,8 @@ class Service:
         if self._token is not None and not (endpoint and endpoint.is_open):
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
-                expected = "Authorization: Bearer TOKEN"
-                what = f"the token is {'wrong' if authorization else 'missing'}"
-                error = RunError(what, where="the header Authorization", expected=expected)
+                what, where = f"the token is {'wrong' if authorization else 'missing'}", "the header Authorization"
+                error = RunError(what, where=where, expected="Authorization: Bearer TOKEN")
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint and request.method == endpoint.method:
             return endpoint
@@ -173,7 +173,13 @@ class Service:
         return scorer
 
     async def _find_challenger(self, request: Request, mode: str) -> LoadedExport | None:
-        """Return the challenger if it has this mode and the request is in its share, else None."""
+        """Return the challenger if it has this mode and the request is in its share, else None.
+
+        The share is computed from the header X-Request-Key or, without this header, from the body.
+
+        Raises:
+            RefusedRequest, ClientDisconnect: As in `read`.
+        """
         loaded = self.versions.challenger
         if not loaded or loaded.challenger.mode != mode:
             return None
@@ -232,6 +238,11 @@ class Service:
 
     async def _score(self, request: Request, query: Query, decode: Decoder) -> tuple[VersionedScores, dict[str, str]]:
         """Score and count the rows of a request. Offer predictions, but not vectors, to the log and shadow challenger.
+
+        Args:
+            request: Request whose body has been read.
+            query: Rows of the request for the model that serves it.
+            decode: Function that returns the query of the same request for another model.
 
         Returns:
             The scores, and additional headers of the response.

@@ -88,7 +88,10 @@ class Batcher:
         self.waiting = 0
 
     def call_between(self, action: Callable[[], object]) -> None:
-        """Call a function that may change a model once the rows that now wait are scored. Call in the event loop."""
+        """Call a function that may change a model once the rows that now wait are scored.
+
+        This method must be called in the event loop. The function must not raise an error.
+        """
         if self._running:
             self._queue.append(action)
         else:
@@ -99,7 +102,7 @@ class Batcher:
 
         Raises:
             RefusedRequest: Too many rows are waiting.
-            DataError: A value does not fit the model.
+            DataError: A column or value is missing or does not fit the model.
             UnavailableError: A table shard is unavailable or late.
         """
         rows, max_rows = query.rows, self._max_batch_rows

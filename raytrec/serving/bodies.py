@@ -108,11 +108,13 @@ class Query:
 
 
 def decode_request(content_type: str, body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
-    """Decode the body of a request to /predict or /vectors with this Content-Type header.
+    """Decode the body of a request to /predict or /vectors with this Content-Type header, for a program of a model.
 
     Raises:
         RefusedRequest: The content type is not supported, JSON is malformed, or the rows are missing or exceed a limit.
-        DataError: An Arrow body is malformed, or a value does not fit its column.
+        DataError: An Arrow body is malformed, a row lacks a column, or a value does not fit its column; or user and
+            candidates are invalid, as in `Scorer.to_ranking_tables`.
+        ConfigError: The model does not have the program.
     """
     if check_type(content_type, JSON, ARROW) == ARROW:
         table = _decode_arrow(body, scorer.columns, limits)
@@ -221,7 +223,12 @@ def check_object_count(body: bytes, limits: Limits) -> None:
 
 
 def _table_from_columns(lists: Any, columns: pa.Schema) -> pa.Table:
-    """Return the model's columns of a body as a table; other columns are ignored."""
+    """Return the model's columns of a body as a table; other columns are ignored.
+
+    Raises:
+        RefusedRequest: `lists` is not a mapping of columns to lists of the same length, or has no column of the model.
+        DataError: A value does not match the type of its column.
+    """
     if not isinstance(lists, dict) or not all(isinstance(values, list) for values in lists.values()):
         raise _make_refusal("columns is not an object of lists", "columns", "a list of values for each column")
     arrays = {field.name: to_column(lists[field.name], field) for field in columns if field.name in lists}

@@ -32,6 +32,8 @@ PROMOTION_TIMEOUT_S = 1800  # timeout of a promotion, during which all replicas 
 def serve(service_options: ServiceOptions, address: str | None = None, replicas: str = "1") -> None:
     """Serve an export, or the newest state of a run, on Ray Serve until the process receives SIGINT or SIGTERM.
 
+    The address, example commands and changes of the version are printed to stdout. The service ends with this function.
+
     Args:
         service_options: Options of the service.
         address: Address of a Ray cluster; default: RAY_ADDRESS, or else a new local cluster, which ends with the
@@ -40,7 +42,8 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
 
     Raises:
         RunError: There is no export (with `follow`, after EXPORT_TIMEOUT_S), the port is taken, Ray does not start or
-            cannot be reached, Ray Serve is not installed, table shards need too much memory, or a replica cannot start.
+            cannot be reached, Ray Serve is not installed, the token's file cannot be read or written, table shards need
+            too much memory, or a replica cannot start.
         ConfigError: `replicas` is malformed, or `follow` and `promote_from` are both set.
         DataError: A URI is malformed, or its store cannot be reached.
     """
@@ -81,6 +84,7 @@ def wait_for_full_export(folder: str, interval_s: float = 1.0) -> None:
 
     Raises:
         RunError: There is no full export after EXPORT_TIMEOUT_S, or the folder has other content or cannot be read.
+        DataError: The path is not valid, or its store cannot be reached.
     """
     from raytrec.deltas.chain import find_stream, iterate_exports
 
@@ -106,7 +110,8 @@ def check_is_stream(folder: str) -> None:
     """Check that a path or URI is a folder of deltas, an empty folder, or does not exist yet.
 
     Raises:
-        RunError: It is a file or a folder with other content, or cannot be read.
+        RunError: The path is a file or a folder with other content, or cannot be read.
+        DataError: The path is not valid, or its store cannot be reached.
     """
     from raytrec.deltas.chain import find_stream, list_names
     from raytrec.deltas.format import STREAM_FILE
@@ -156,11 +161,11 @@ def _is_shared(port: int) -> bool:
 
 
 def _parse_replicas(replicas: str) -> tuple[int, int]:
+    """Return the minimum and maximum number of replicas in a text N or MIN:MAX; raise ConfigError if it is invalid."""
     parts = replicas.split(":")
     if len(parts) > 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise ConfigError(
-            f"invalid value '{replicas}'", where="--replicas", expected="N or MIN:MAX, each at least 1, such as 1:4"
-        )
+        expected = "N or MIN:MAX, each at least 1, such as 1:4"
+        raise ConfigError(f"invalid value '{replicas}'", where="--replicas", expected=expected)
     min_replicas, max_replicas = int(parts[0]), int(parts[-1])
     if min_replicas > max_replicas:
         raise ConfigError(f"MIN exceeds MAX in '{replicas}'", where="--replicas", expected="MIN ≤ MAX")
@@ -237,8 +242,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
 
     Raises:
         ConfigError: Neither or both of `uri` and `rollback` are set, or `rollback` is combined with a challenger.
-        RunError: `service` is not an address or not that of a service, the service does not respond, or it rejects
-            the promotion and keeps its version.
+        RunError: `service` is not an address or not that of a service, the service does not respond, the token's file
+            cannot be read, or the service rejects the promotion and keeps its version.
     """
     if (uri is None) != rollback or (rollback and any(challenger.values())):
         what = "promote requires either a URI or --rollback alone"
@@ -257,7 +262,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         what = f"the service rejected the promotion with status {error.code}"
         raise parse_error(error.read(), what, service, error.code) from None
     except (OSError, InvalidURL) as error:
-        raise RunError(f"the service does not respond: {getattr(error, 'reason', error)}", where=service) from None
+        reason, do = getattr(error, "reason", error), "check the address, and that the service is running"
+        raise RunError(f"the service does not respond: {reason}", where=service, do=do) from None
     except (HTTPException, KeyError, TypeError, ValueError) as error:
         what = f"the response is not that of a service: {type(error).__name__}: {error}"
         raise RunError(what, where=service, expected="the address of `raytrec serve`") from None
@@ -279,7 +285,8 @@ def parse_address(service: str) -> SplitResult:
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
     """Return the error in the body of a response, or an error with the text `what` if the body contains none.
 
-    If the status is 401, an error in the body gets the advice how to set the token.
+    If the HTTP status is 401, an error in the body gets the advice how to set the token. `service` is the address of
+    the service, for an error with the text `what`.
     """
     try:
         parts: dict[str, Any] = json.loads(body)

@@ -239,7 +239,8 @@ def app(args: dict[str, Any]) -> Any:
     Raises:
         ValidationError: `args` contains an unknown key or an invalid value.
         ConfigError: RAYTREC_SERVE_TOKEN is not set, and no_token is not true.
-        RaytrecError: There is no export, existing replicas cannot load it, or table shards need too much memory.
+        RaytrecError: There is no export or its URI is not valid, existing replicas cannot load it, or table shards
+            need too much memory.
     """
     served, token = ServiceOptions.model_validate(args), os.environ.get(TOKEN)
     if not (token or served.no_token):
@@ -262,6 +263,7 @@ def declare(service_options: ServiceOptions) -> Any:
 
     Raises:
         RunError: There is no export, or the cluster does not have enough memory for table shards.
+        DataError: The URI of the export is not valid, or its store cannot be reached.
     """
     import ray
 

@@ -235,7 +235,11 @@ def _flatten(data: list[Any], shape: list[int]) -> list[Any]:
 
 
 def _from_bytes(data: bytes, kind: pa.DataType) -> np.ndarray | pa.Array:
-    """Decode booleans of 1 byte, little-endian numbers, or texts and times that each follow their length in 4 bytes."""
+    """Decode booleans of 1 byte, little-endian numbers, or texts and times that each follow their length in 4 bytes.
+
+    Raises:
+        ValueError, ArrowException: The bytes end within a value, or a text is not UTF-8 or not a time.
+    """
     if kind == pa.bool_():
         return np.frombuffer(data, np.uint8).astype(bool)
     if not types.is_string(kind) and not types.is_temporal(kind):

@@ -24,6 +24,8 @@ class LoadedExport(NamedTuple):
     """Export in memory.
 
     Attributes:
+        uri: Location of the export.
+        scorer: Model of the export.
         challenger: Share and mode if the export is the challenger; else None.
     """
 
@@ -45,6 +47,9 @@ class LoadedExports:
         current: Export that is served.
         previous: Export that was served before; None if there was none, or if `replace` has released it.
         challenger: Export that serves or scores a share of requests; None if there is none.
+
+    Raises:
+        RaytrecError: The export cannot be loaded; see scoring.load.load.
     """
 
     def __init__(
@@ -124,6 +129,8 @@ def load_either(
 ) -> tuple[LoadedExports, str | None]:
     """Load the current export, or the previous export if the current one cannot be loaded.
 
+    An export whose files have another version than `version` counts as not loadable.
+
     Returns:
         The loaded export, and the reason why the current export could not be loaded, or None if it was loaded.
 
@@ -137,7 +144,7 @@ def load_either(
             if (version := versions.version) == export.version:
                 return versions, errors[0].what if errors else None
             what = f"the export has been changed in place from version {export.version} to {version}"
-            errors.append(RunError(what, where=export.uri))
+            errors.append(RunError(what, where=export.uri, do="write each export to a new folder"))
         except RaytrecError as error:
             errors.append(error)
     raise errors[0]
@@ -184,6 +191,7 @@ def resolve_export(uri: str, folder: str) -> str:
 
     Raises:
         RefusedRequest: The export is elsewhere, or the URI selects another server.
+        DataError: The path or URI is not valid.
     """
     (place, query), (root, root_query) = _split(uri), _split(folder)
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))

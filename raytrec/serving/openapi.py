@@ -64,7 +64,7 @@ def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
 
 
 def make_example_text(scorer: Scorer) -> str:
-    """Return an example body of /predict, with one column per line."""
+    """Return an example body of /predict as JSON text, with one column per line."""
     (row,) = make_example_rows(scorer)
     columns = (f"{_json(name)}: {_json(value)}" for name, value in row.items())
     return '{"rows": [{\n  ' + ",\n  ".join(columns) + "\n}]}\n"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import DataError, RunError
+from raytrec.common.errors import DataError, RunError, convert_os_errors
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
 from raytrec.scoring.manifest import read_manifest
@@ -54,7 +54,8 @@ class ServiceOptions(Section):
         """Return the options with a name; the default is the run's name.
 
         Raises:
-            RunError: There is no export, or no folder of deltas.
+            RunError: There is no export, or no folder of deltas; raised only if there is no name.
+            DataError: The URI is not valid, or its store cannot be reached; raised only if there is no name.
         """
         return self.model_copy(update={"name": self.name or self._read_run()})
 
@@ -101,10 +102,16 @@ def token_file(name: str) -> Path:
 
 
 def read_token(name: str) -> str:
-    """Return RAYTREC_SERVE_TOKEN, or else the token in the service's file, which is created if missing."""
+    """Return RAYTREC_SERVE_TOKEN, or else the token in the service's file, which is created if missing.
+
+    Raises:
+        RunError: The file cannot be created or read.
+    """
     if token := os.environ.get(TOKEN):
         return token
-    return load_or_create_token(token_file(name))
+    file, do = token_file(name), f"correct the permissions of the file and its folder, or set {TOKEN}"
+    with convert_os_errors(f"the token of service {name} cannot be stored or read", where=str(file), do=do):
+        return load_or_create_token(file)
 
 
 def find_token(name: str | None) -> str:
@@ -112,5 +119,8 @@ def find_token(name: str | None) -> str:
 
     Args:
         name: Name of the service; None: no file is read.
+
+    Raises:
+        RunError: The file cannot be read.
     """
     return os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""

@@ -38,8 +38,10 @@ class LoggedRequest:
 
     Attributes:
         path: Path of the URL; "shadow" if a challenger in shadow mode computed the scores.
+        query: Rows of the request.
+        scores: Scores of these rows.
         id: Id of the request, which its response contains (X-Request-Id). A shadow's scores have the same id.
-        time: Time at which the request was logged.
+        time: Time at which the request was logged, in UTC.
     """
 
     path: str

@@ -31,7 +31,7 @@ class ShadowQueue:
         self._waiting_bytes, self._warned = 0, ""
 
     def add(self, version: str, body_bytes: int, score: Callable[[], Awaitable[None]]) -> None:
-        """Add a request to the queue, or drop the request if the queue is full.
+        """Add a request to the queue, or drop the request if the queue is full. Must be called in the event loop.
 
         Args:
             version: Version of the challenger.

@@ -20,7 +20,7 @@ from raytrec.scoring.scorer import TOLERANCE
 from raytrec.skew.samples import NO_VERSION, RowSample, group_by_version, read_rows
 
 SAMPLE_ROWS = 50_000  # default number of rows to sample from the log, and from the training data
-MODERATE_PSI, LARGE_PSI = 0.1, 0.25  # psi above which a change is moderate or large (Siddiqi 2006)
+MODERATE_PSI, LARGE_PSI = 0.1, 0.25  # psi above which a change is moderate or large (source: see `psi`)
 DECILES = 10  # bins for comparing numbers, bounded by the deciles of the training data
 NUM_TOP_IDS = 20  # the most frequent ids of the training data get separate bins; all other ids share a bin
 LENGTH_BOUNDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, 128, 256])  # upper bounds of bins for bag lengths
@@ -62,7 +62,8 @@ class Skew:
             → max and mean of relative differences, and share above TOLERANCE), data_rows, columns (all measures;
             measures that differ come first, then by descending psi), differs (names of score columns and measures
             that differ), undecided (names of measures for which the samples cannot distinguish even a large change
-            from chance), needed (number of requests, and of training rows, that suffices for these measures; else 0).
+            from chance), needed (number of requests, and of training rows, that suffices for these measures; 0 if
+            there are none).
         measures: Measures in the order of `metrics["columns"]`.
     """
 
@@ -108,22 +109,24 @@ class Skew:
 
 
 def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_ROWS, allow_code: bool = False) -> Skew:
-    """Compare a log of `raytrec serve --log-requests` with the export that served it and with training data.
+    """Compare a log of `raytrec serve --log-requests` with the export that served it and, optionally, training data.
 
-    The export scores the log's rows again. A score that differs from the log shows that the service deviates
-    from the export. The distributions of the log's columns and scores are compared with those of the training
-    data, which the export also reads and scores.
+    The export scores a sample of the log's rows again. A score that differs from the log shows that the service
+    deviates from the export. With `data`, the distributions of the log's columns and scores are compared with those
+    of a sample of the training data, which the export also reads and scores.
 
     Args:
         log: Folder of the log; local, s3:// or gs://. Rows of other versions are only counted.
         export: Folder of the export.
         data: Parquet file, or folder of Parquet files, with training data; None: distributions are not compared.
-        rows: Approximate number of rows to sample from the log, and from the training data.
+        rows: Maximum number of rows to sample from the log, and from the training data; at least 1.
         allow_code: If True, transforms of the export may execute Python code.
 
     Raises:
         RunError: The log contains no rows of the export's version, or the export cannot be loaded.
-        DataError: A file is missing, or a file or a row is invalid.
+        ConfigError: As for `raytrec.load`.
+        DataError: A path or store is invalid or cannot be reached, there are no Parquet files or no training rows, or a
+            file or a row is invalid.
     """
     scorer = load(export, allow_code=allow_code)
     version, groups = scorer.manifest.version, group_by_version(make_absolute(log), "LOG")
@@ -144,6 +147,7 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows
+        # `chance` is proportional to 1/n + 1/m, and equals LARGE_PSI if n = m = chance · scale.
         scale = 2 / LARGE_PSI / (1 / logged.independent_values + 1 / trained.independent_values)
     rescored = {n: _compare_scores(values, logged.rescored[n]) for n, values in logged.scores.items()}
     undecided = [each for each in measures if each.chance > LARGE_PSI and not each.differs]
@@ -241,6 +245,7 @@ def _count_in_bins(values_N: np.ndarray, bounds: np.ndarray) -> np.ndarray:
 def psi(observed_B: np.ndarray, expected_B: np.ndarray) -> float:
     """Return the population stability index Σ (p − q) ln(p / q) of two samples, counted in the same bins.
 
+    The sum is over the bins; p and q are the shares of a bin in the first and second sample.
     The index is the symmetric divergence of Jeffreys ("An invariant form for the prior probability in
     estimation problems", 1946). Its name and the bounds 0.1 and 0.25 are from N. Siddiqi, "Credit Risk
     Scorecards" (2006). Half a count is added to each bin, so that empty bins do not make the index infinite.
@@ -256,16 +261,16 @@ def psi(observed_B: np.ndarray, expected_B: np.ndarray) -> float:
 def estimate_chance_psi(bins: int, first_count: int, second_count: int) -> float:
     """Return the psi that two samples from one distribution exceed with a probability of 0.001.
 
-    psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom (B. Yurdakul, "Statistical
-    properties of population stability index", 2018). The quantile is approximated as in Wilson and
-    Hilferty ("The distribution of chi-square", 1931).
+    For samples of n and m values, psi ÷ (1/n + 1/m) is approximately χ² with bins − 1 degrees of freedom
+    (B. Yurdakul, "Statistical properties of population stability index", 2018). The quantile is approximated as in
+    Wilson and Hilferty ("The distribution of chi-square", 1931).
 
     Args:
         bins: Number of non-empty bins.
         first_count: Number of independent values in the first sample.
         second_count: Number of independent values in the second sample.
     """
-    k, z = max(1, bins - 1), 3.09
+    k, z = max(1, bins - 1), 3.09  # degrees of freedom; 0.999 quantile of the standard normal distribution
     quantile = k * (1 - 2 / (9 * k) + z * sqrt(2 / (9 * k))) ** 3
     return quantile * (1 / max(1, first_count) + 1 / max(1, second_count))
 

@@ -46,7 +46,7 @@ class RowSample:
         lengths: Feature → bag lengths, int32 [rows].
         odd_lookups: Feature → number of lookups whose id is out of range or, in managed tables, has no dedicated row.
         nulls: Dense column or feature → number of rows with a null in any of its source columns.
-        scores: Scores in the log; for training data, the export's scores.
+        scores: Scores in the log; for training data, the same as `rescored`.
         rescored: Scores that the export computes for the rows.
     """
 
@@ -69,11 +69,14 @@ class RowSample:
 def group_by_version(place: str, key: str) -> dict[str, list[RowGroup]]:
     """Return the non-empty row groups of the files in a folder, by the model version in each file's metadata.
 
-    Files without a version are listed under NO_VERSION. A missing or invalid file raises a DataError.
+    Files without a version are listed under NO_VERSION. Versions without rows are omitted.
 
     Args:
         place: Parquet file, or folder of Parquet files.
         key: Option or argument that names the folder, for errors.
+
+    Raises:
+        DataError: A file is missing or invalid; see `list_files`.
     """
     files, groups = list_files(place, key).files, defaultdict(list)
     with ThreadPoolExecutor(16) as pool:
@@ -116,8 +119,8 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
 
     Args:
         scorer: Scorer of the export.
-        groups: Row groups to sample from.
-        rows: Maximum number of rows.
+        groups: Row groups to sample from; at least one, and none of them empty.
+        rows: Maximum number of rows, at least 1.
         logged: True if the rows are from a log, which also contains scores and request ids.
 
     Raises:

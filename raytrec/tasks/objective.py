@@ -100,7 +100,7 @@ class Objective:
         """Return the objective of a configuration.
 
         Raises:
-            ConfigError: See `resolve_tasks` and `check_model_learns`.
+            ConfigError: See `resolve_tasks`, `check_model_learns` and ModelSection.l2_factors.
         """
         tasks = resolve_tasks(config.tasks, schema)
         check_model_learns(tasks, config.model)
@@ -208,6 +208,9 @@ class Objective:
             logits: Output of the model.
             batch: Batch of this rank.
             losses: Result of `losses`; None: the outputs contain no task losses.
+
+        Raises:
+            ConfigError: The number of columns of `logits` does not match the tasks.
         """
         rows_of_rank = batch.global_rows / self.world
         parts = {name: part.detach() * rows_of_rank for name, part in (losses or {}).items()}
@@ -223,7 +226,11 @@ class Objective:
         return StepOutputs(tasks, batch.weights, loss.detach(), losses=parts)
 
     def predictions(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the predictions by task, in the label's units, float32 [B] or [B, classes]."""
+        """Return the predictions by task, in the label's units, float32 [B] or [B, classes].
+
+        Raises:
+            ConfigError: The number of columns of `logits` does not match the tasks.
+        """
         per_task = zip(self.tasks, self._split_logits(logits), strict=True)
         return {task.name: task.loss.predict(task.calibrate(task_logits)) for task, task_logits in per_task}
 
@@ -235,7 +242,11 @@ class Objective:
         return [row_weights] * len(self.tasks)
 
     def _split_logits(self, logits: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return each task's part of the model's output: [B], [B, classes], or vectors [B, 2·D]."""
+        """Return each task's part of the model's output: [B], [B, classes], or vectors [B, 2·D].
+
+        Raises:
+            ConfigError: The number of columns of `logits` does not match the tasks.
+        """
         columns, vectors = sum(self._widths), len(self._widths) < len(self.tasks)
         if logits.dim() == 1 and columns == 1 and not vectors and not self.own_loss:
             return (logits,)
@@ -278,7 +289,11 @@ class ScoringObjective(Objective):
     def outputs(
         self, loss: torch.Tensor, logits: torch.Tensor, batch: Batch, losses: Mapping[str, torch.Tensor] | None = None
     ) -> StepOutputs:
-        """Return the outputs of a step, in which all labels are 0 and no task ignores a row."""
+        """Return the outputs of a step, in which all labels are 0, no task ignores a row, and rows have no keys.
+
+        Raises:
+            ConfigError: The number of columns of `logits` does not match the tasks.
+        """
         labels = batch.labels.new_zeros(len(batch.labels), 1 + max(task.column for task in self.tasks))
         unlabelled = replace(batch, labels=labels, task_weights=None, keys=None)
         return super().outputs(loss, logits, unlabelled, losses)

@@ -35,7 +35,7 @@ class TaskOutputs:
 
     @classmethod
     def joined(cls, steps: Sequence[TaskOutputs]) -> TaskOutputs:
-        """Return the concatenated outputs of a task in several steps."""
+        """Return the concatenated outputs of a task in one or more steps, all of which must have the same keys."""
         import torch
 
         rows = {name: torch.cat([getattr(step, name) for step in steps]) for name in ROW_TENSORS}

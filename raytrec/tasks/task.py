@@ -90,11 +90,15 @@ def needs_vectors(tasks: Sequence[Task]) -> bool:
 
 
 def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task, ...]:
-    """Return the tasks of a configuration in their order. Modules of user-defined losses are imported.
+    """Return the tasks of a configuration in their order.
+
+    Modules of user-defined losses are imported; if one is not found, the working directory is added to sys.path.
 
     Raises:
-        ConfigError: A label or loss does not exist, several tasks have the same name, masks form a cycle, or a loss is
-            not a concrete subclass of Loss, does not accept a setting of its task, or requires a setting.
+        ConfigError: A label or loss does not exist, several tasks have the same name, masks form a cycle, or a loss
+            cannot be imported, is not a concrete subclass of Loss, does not accept a setting of its task, or requires
+            a setting.
+        Exception: Any error raised by a user's module during import, or by the constructor of its loss.
     """
     tasks = [_resolve(section, schema, i, len(sections) > 1) for i, section in enumerate(sections)]
     by_name = {task.name: task for task in tasks}
@@ -107,8 +111,8 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
             expected="a different name for each task; the default is the label",
             do="set a different name for each of these tasks",
         )
-    for place, task in enumerate(tasks):
-        _check_mask(task, by_name, f"tasks[{place}].mask")
+    for task in tasks:
+        _check_mask(task, by_name)
     label_of = {label: label for label in schema.labels} | {task.name: task.label for task in tasks}
     return tuple(
         replace(task, mask=None, mask_label=label_of[task.mask]) if task.mask in label_of else task for task in tasks
@@ -135,23 +139,24 @@ def _resolve(section: TaskSection, schema: Schema, place: int, several: bool) ->
     return Task(**settings | resolved)
 
 
-def _check_mask(task: Task, by_name: Mapping[str, Task], where: str) -> None:
-    """Check that a task's mask forms no cycle with the masks of other tasks.
+def _check_mask(task: Task, by_name: Mapping[str, Task]) -> None:
+    """Check that the chain of masks that begins with a task's mask contains no cycle.
 
     Raises:
-        ConfigError: The masks form a cycle.
+        ConfigError: The chain contains a cycle, which need not contain the task itself.
     """
     chain, current = [task.name], task
     while current.mask in by_name:
         current = by_name[current.mask]
         if current.name in chain:
-            cycle = " → ".join([*chain, current.name])
+            cycle = chain[chain.index(current.name) :]
+            names = " → ".join([*cycle, current.name])
             raise ConfigError(
-                f"task {task.name} is its own mask" if len(chain) == 1 else f"masks of tasks form a cycle: {cycle}",
-                where=where,
+                f"task {current.name} is its own mask" if len(cycle) == 1 else f"masks of tasks form a cycle: {names}",
+                where=f"tasks[{list(by_name).index(current.name)}].mask",
                 expected="another task whose masks form no cycle, or a column of 0 and 1",
                 do="set mask to a column that is not the name of a task, or remove mask"
-                + " from one of the tasks" * (len(chain) > 1),
+                + " from one of the tasks" * (len(cycle) > 1),
             )
         chain.append(current.name)
 
@@ -228,24 +233,24 @@ def check_options(section: TaskSection, loss: Loss, where: str) -> None:
     if section.positive_weight != 1 and loss.label_range != BINARY:
         raise ConfigError(
             f"positive_weight is {section.positive_weight:g}, but the loss {section.loss} has no positives: "
-            "its labels are not from 0 to 1",
+            "the range of its labels is not 0 to 1",
             where=f"{where}.positive_weight",
-            expected="a loss with labels from 0 to 1, such as bce",
+            expected="a loss whose labels range from 0 to 1, such as bce",
             do="remove positive_weight, or weight rows by sample_weight",
         )
     if section.negatives_kept != 1 and not loss.log_odds:
         raise ConfigError(
             f"negatives_kept is {section.negatives_kept:g}, but the logits of loss {section.loss} are not log-odds",
             where=f"{where}.negatives_kept",
-            expected="bce or focal, whose logits are log-odds",
+            expected="a loss whose logits are log-odds, such as bce or focal",
             do="remove negatives_kept, or use one of these losses",
         )
     if section.item_frequency is not None and not (isinstance(loss, BatchLoss) and loss.reads_counts):
         raise ConfigError(
             f"item_frequency is {section.item_frequency}, but the loss {section.loss} does not use item frequencies",
             where=f"{where}.item_frequency",
-            expected="in_batch_softmax, which corrects for the frequency of items in batches",
-            do="remove item_frequency, or use in_batch_softmax",
+            expected="a loss such as in_batch_softmax, which corrects for the frequency of items in batches",
+            do="remove item_frequency, or use in_batch_softmax with a model that outputs vectors, such as two_tower",
         )
     if isinstance(loss, BatchLoss) and loss.needs_column and getattr(section, loss.by or "", None) is None:
         raise ConfigError(

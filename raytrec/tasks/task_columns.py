@@ -75,7 +75,7 @@ def whole_labels(tasks: Sequence[Task]) -> frozenset[str]:
 
 
 def label_ranges(tasks: Sequence[Task], schema: Schema) -> dict[str, tuple[float, float] | None]:
-    """Return label → (smallest, largest) value that all tasks with this label allow; None: any finite number."""
+    """Return schema label → (smallest, largest) value that all tasks with this label allow; None: any finite number."""
     ranges: dict[str, tuple[float, float] | None] = dict.fromkeys(schema.labels)
     for task in tasks:
         common, allowed = ranges[task.label], task.loss.label_range
@@ -129,7 +129,11 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
 
 
 def explain_ignored_log_odds(config: RunConfig, schema: Schema) -> str | None:
-    """Return why the tasks or the data rule out train.initial_bias=log_odds, as a clause for a warning, or None."""
+    """Return why the tasks or the data rule out train.initial_bias=log_odds, as a clause for a warning, or None.
+
+    Raises:
+        ConfigError: See `resolve_tasks`.
+    """
     tasks = resolve_tasks(config.tasks, schema)
     if schema.candidates:
         return "the rows are requests with candidates"
@@ -152,6 +156,7 @@ def log_odds(config: RunConfig, schema: Schema, dataset: Dataset) -> tuple[float
         One number per column of logits, or () if `explain_ignored_log_odds` returns a reason.
 
     Raises:
+        ConfigError: See `resolve_tasks`.
         DataError: A label, mask or weight cannot be read (data.on_error: fail).
     """
     if explain_ignored_log_odds(config, schema):

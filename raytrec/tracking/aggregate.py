@@ -59,7 +59,10 @@ def by_rank(lines: list[RankLine]) -> dict[int, list[RankLine]]:
 
 
 def select_last_group(lines: list[RankLine]) -> list[RankLine]:
-    """Return the trailing lines of the last worker group, because only lines of the same group are comparable."""
+    """Return the trailing lines of the last worker group, because only lines of the same group are comparable.
+
+    Lines belong to the same group if their attempt and their number of ranks are the same.
+    """
 
     def is_in_last(line: RankLine) -> bool:
         return (line.attempt, line.world) == (lines[-1].attempt, lines[-1].world)
@@ -87,7 +90,7 @@ def sum_over_time(lines: list[RankLine]) -> list[RankLine]:
 
 
 def order_by_load(lines: list[RankLine]) -> list[str]:
-    """Return the names of all tables, ordered by descending number of bytes looked up."""
+    """Return the names of all tables in the lines, ordered by descending number of bytes looked up, then by name."""
     load: dict[str, float] = {}
     for line in lines:
         for name, entry in line.tables.items():
@@ -99,14 +102,15 @@ def combine_shards(lines: list[RankLine], table: str, replicated: bool = False) 
     """Return the combined statistics of a table's shards at one step, for MLflow and the report.
 
     Args:
-        lines: Lines of all ranks at the step.
+        lines: Lines of all recorded ranks at the step.
         table: Table name.
         replicated: True if every rank holds the complete table, in which case norms are combined as maxima; the key
             `replicated` of an entry has the same effect.
 
     Returns:
-        Each name in FIGURES → its values combined as a sum, maximum, norm over all shards, or average by WEIGHTS; NaN
-        if no rank has a value. Also row_norm_counts → list of BINS counts, or None if no rank has counts.
+        Each name in FIGURES → its values combined over shards: the sum (SUMMED), the maximum (MAXIMUM_KEYS), the root
+        of the sum of squares (NORM_KEYS), or the mean weighted by WEIGHTS; NaN if no rank has a value. Also
+        row_norm_counts → list of BINS counts summed over shards, or None if no rank has counts.
     """
     entries = [line.tables[table] for line in lines if table in line.tables]
     replicated = replicated or any(entry.get("replicated") is True for entry in entries)

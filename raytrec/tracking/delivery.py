@@ -38,13 +38,13 @@ class Delivery:
     """Writer that copies a run folder to one MLflow run.
 
     The run folder stores the offset up to which lines have been delivered (tracking.mlflow_records). Therefore no
-    record is lost or duplicated if this process dies. If the store does not respond, is locked or fails, delivery is
-    retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped; `finish` reports their
-    number.
+    record is lost if this process dies, although a batch may be sent twice. If the store does not respond, is locked or
+    fails, delivery is retried after 1 s, 2 s, 4 s, … 30 s. Records that the store permanently rejects are dropped;
+    `finish` reports their number.
 
     Args:
-        folder: Run folder, which stores the id of the MLflow run; if that run does not exist in the store, a new
-            run is created.
+        folder: Run folder, which stores the id of the MLflow run; if the store cannot continue that run, a new run is
+            created.
         config: Configuration of the run, with the tracking settings. Tokens and passwords are read from
             MLflow's environment variables.
         notify: Function called with a message when delivery starts to fail, and when it succeeds again.
@@ -68,11 +68,13 @@ class Delivery:
         return self._store.run_id
 
     def deliver(self) -> bool:
-        """Write missing records; return True if nothing remains to be written, False if a retry is pending.
+        """Write missing records; return False if a retry is pending, else True.
+
+        Everything has then been written, except records that the store permanently rejected.
 
         Raises:
-            ConfigError: The store cannot be opened at the first attempt, because the address is wrong, a file is not a
-                database, the experiment is deleted, or the server requires other credentials.
+            ConfigError: The store cannot be opened at the first attempt although it is available, e.g. because a file
+                is not a database, the experiment is deleted, or the server requires other credentials.
         """
         if monotonic() < self._next:
             return False
@@ -82,7 +84,8 @@ class Delivery:
             self._write_lines()
             self._upload_files()
             if self._final_status and not self._ended:
-                self._ended = self._attempt(self._end, self._final_status)
+                ended = self._attempt(self._store.end, self._final_status)
+                self._ended = ended and self._attempt(self._store.join_parent)
         except ConfigError:
             raise
         except Exception as error:
@@ -96,7 +99,7 @@ class Delivery:
 
         Args:
             status: Final status of the run.
-            patience_s: Seconds for which writing is retried if it fails.
+            patience_s: Seconds for which writing is retried if it fails; 0: only one attempt.
 
         Returns:
             Message for users that states which records MLflow lacks, and why; None if MLflow has everything.
@@ -133,13 +136,17 @@ class Delivery:
     def _schedule_retry(self, error: Exception) -> None:
         if not self._pause_s:
             kept = "records stay in the run folder, and writing is retried"
-            self._notify(f"cannot write to MLflow ({reason(error)}): {kept}")
+            self._notify(f"cannot write to MLflow at {hide(self.uri)} ({reason(error)}): {kept}")
         self._why = reason(error)
         self._pause_s = min(2 * self._pause_s or MIN_RETRY_DELAY_S, self._max_delay_s)
         self._next = monotonic() + self._pause_s
 
     def _open(self) -> None:
-        """Find or create the MLflow run; raise ConfigError if the store cannot be opened at the first attempt."""
+        """Find or create the MLflow run, unless this has been done; raise errors as `deliver`.
+
+        An error at a later attempt, or of an unavailable store, is raised as another exception, after which
+        `deliver` tries again.
+        """
         if self.run_id:
             return
         first, self._tried = not self._tried, True
@@ -173,7 +180,7 @@ class Delivery:
             self._tags = tags
 
     def _write_lines(self) -> None:
-        """Write all batches of records; if the store rejects a batch, write the records one by one."""
+        """Write all batches of records; if the store permanently rejects a batch, write its records one by one."""
         while batch := self._feed.next_batch():
             if not self._attempt(self._store.write_metrics, batch.records):
                 for record in batch.records:
@@ -202,13 +209,9 @@ class Delivery:
                 versions[path] = about.st_mtime_ns, about.st_size
         return {path: version for path, version in versions.items() if self._uploaded.get(path) != version}
 
-    def _end(self, status: str) -> None:
-        self._store.end(status)
-        self._store.join_parent()
-
 
 def parameters(config: RunConfig) -> dict[str, str]:
-    """Return all settings of a configuration as section.key → text, without secrets.
+    """Return the settings of a configuration as section.key → text, without secrets; empty mappings are omitted.
 
     A mapping with a key that MLflow does not allow in names, such as the pattern 'item*', becomes a single parameter.
     """
@@ -218,16 +221,19 @@ def parameters(config: RunConfig) -> dict[str, str]:
 
 
 def split_texts(texts: Mapping[str, str], length: int) -> list[dict[str, str]]:
-    """Split parameters or tags into one mapping per call; hide secrets in values, and cut values to `length`."""
+    """Split parameters or tags into mappings of at most MAX_TEXTS_PER_CALL, one per call to MLflow.
+
+    Secrets in values are hidden, and values are cut to `length` characters.
+    """
     items = [(key, hide(value)[:length]) for key, value in texts.items()]
     return [dict(items[i : i + MAX_TEXTS_PER_CALL]) for i in range(0, len(items), MAX_TEXTS_PER_CALL)]
 
 
 @contextmanager
 def hold_delivery_lock(folder: Path) -> Iterator[None]:
-    """Hold the delivery lock of a run folder for the duration of the block; wait for other processes.
+    """Hold the delivery lock of a run folder (mlflow.lock) for the duration of the block; wait for other processes.
 
-    On file systems without locks, or if the lock file cannot be created, the block runs without a lock.
+    On file systems without locks, or if the lock file cannot be created or opened, the block runs without a lock.
     """
     try:
         file = open(folder / LOCK, "a", encoding="utf-8")  # noqa: SIM115 (closed below)
@@ -245,6 +251,8 @@ def follow(folder: Path, config: RunConfig) -> None:
     The driver writes the final status to standard input; if the input ends without a status, the driver has died.
     JSON lines are written to standard output: {"note": message for users}, {"run_id": id of the MLflow run}, and at the
     end {"missing": message or null}, or {"refused": parts of the error} if the store cannot be opened.
+
+    From this call on, the process ignores SIGTERM, and cannot import pandas, numpy and scipy.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends with its driver, which may still have to save
     block_unneeded_packages()
@@ -265,7 +273,7 @@ def follow(folder: Path, config: RunConfig) -> None:
             _print_message("refused", error.parts)
         except Exception as error:
             why = f"{type(error).__name__}: {reason(error)}"
-            _print_message("missing", f"MLflow lacks the end of the run, and may lack records ({why})")
+            _print_message("missing", f"MLflow may lack the end of the run and other records ({why})")
 
 
 def read_final_status(folder: Path) -> str:

@@ -14,7 +14,7 @@ LOAD_KEYS = ("lookups", "lookup_bytes")  # table statistics that are summed over
 
 
 def select_recorded_ranks(world: int) -> list[int]:
-    """Return the ranks whose lines are recorded: all ranks, or MAX_RECORDED_RANKS evenly spaced ones.
+    """Return the ranks, of `world`, whose lines are recorded: all, or MAX_RECORDED_RANKS evenly spaced ones.
 
     Example:
         >>> select_recorded_ranks(3), len(select_recorded_ranks(1024)), select_recorded_ranks(1024)[:3]
@@ -74,7 +74,7 @@ class StepBuffer:
 class IntervalBuffer:
     """Buffer of a run's lines of ranks.jsonl; if a step is trained again, its new lines replace the earlier lines.
 
-    If there are more than MAX_INTERVALS intervals, neighboring intervals are summed.
+    If there are more than MAX_INTERVALS intervals, neighboring intervals of the same ranks are summed.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,10 @@ class IntervalBuffer:
         return [self._steps[step][rank] for step in sorted(self._steps) for rank in sorted(self._steps[step])]
 
     def _halve(self) -> None:
-        """Sum pairs of neighboring intervals, except the newest interval, which may receive more lines."""
+        """Sum pairs of neighboring intervals, except the newest two or three, which may receive more lines.
+
+        A pair is not summed if the later interval has a rank without a line that ends where that interval begins.
+        """
         steps = sorted(self._steps)
         for earlier, later in zip(steps[:-2:2], steps[1:-2:2], strict=False):
             one, other = self._steps[earlier], self._steps[later]
@@ -109,7 +112,7 @@ def sum_intervals(lines: list[RankLine]) -> RankLine:
     `first_step` is from the first line, and all remaining values are from the last line.
 
     Args:
-        lines: Lines of one rank, ordered by step.
+        lines: Lines of one rank, ordered by step; at least one.
     """
     tables = {}
     for name in dict.fromkeys(name for line in lines for name in line.tables):
@@ -132,7 +135,7 @@ class History:
         failures: All failed checks, including checks of steps that were trained again.
         events: Messages of events.jsonl, in the order of writing.
         progress: (unix_s, step) of all Train messages with a time, in the order of writing; steps can decrease.
-        result: Content of result.json; empty until the run has finished.
+        result: Content of result.json, set by subclasses; empty until the run has finished.
     """
 
     def __init__(self) -> None:
@@ -145,7 +148,10 @@ class History:
         self._intervals = IntervalBuffer()
 
     def add(self, message: Message) -> None:
-        """Add a message; messages must be added in the order in which they were written."""
+        """Add a message; messages must be added in the order in which they were written.
+
+        Messages of classes that are not written to the run folder, such as Phase, are ignored.
+        """
         if isinstance(message, RankLine):
             self._intervals.add(message)
         elif isinstance(message, Outcome):
@@ -181,12 +187,12 @@ class History:
 
     @property
     def restarts(self) -> list[int]:
-        """Return the first step of each restart of the run: after a failure, after a resize, or with --resume."""
+        """Return the number of completed steps at each restart: after a failure, after a resize, or with --resume."""
         return [start.step for start in self.starts[1:]]
 
     @property
     def step(self) -> int:
-        """Return the last step with recorded metrics; 0 if no metrics are recorded."""
+        """Return the last step with a message in metrics.jsonl; 0 without such messages."""
         return max((lines[-1].step for lines in self._metrics.values()), default=0)
 
     @property
@@ -196,7 +202,7 @@ class History:
 
     @property
     def recorded_metrics(self) -> list[MetricDisplay]:
-        """Return the display properties of all metrics that have been recorded, as described by the run."""
+        """Return the display properties of all recorded metrics, as described by the start messages or result.json."""
         described = [start.line() for start in reversed(self.starts)]
         keys = {key for lines in self._metrics.values() for line in lines for key in line.figures}
         keys |= {key.removeprefix(EVAL_PREFIX) for key in self.result}

@@ -22,8 +22,9 @@ MAX_PENDING_BYTES = 32 << 20  # maximum total size of pending writes; beyond it,
 class Journal:
     """Writer of JSON lines and small files in a run folder, in the order of the calls.
 
-    Disk errors are never raised, and no line is written partially. Lines and files that cannot be written are kept in
-    memory, and the next call writes them first. Beyond MAX_PENDING_BYTES, the oldest are dropped.
+    Methods raise no OSError. A line that cannot be written completely is removed from its file again (`append_to`).
+    Lines and files that cannot be written are kept in memory, and the next call writes them first. Beyond
+    MAX_PENDING_BYTES, the oldest are dropped.
 
     Args:
         folder: Run folder.
@@ -37,7 +38,7 @@ class Journal:
         self._begun: set[str] = set()  # files whose last line is known to be complete
 
     def add(self, name: str, entry: dict[str, Any]) -> None:
-        """Append an entry to the file `name` of the run folder as a line of JSON."""
+        """Append an entry, whose values JSON can represent, to the file `name` of the run folder as a line of JSON."""
         self._enqueue(name, _to_line(entry))
         self.write()
 
@@ -47,7 +48,10 @@ class Journal:
         self.write()
 
     def write(self) -> None:
-        """Write pending lines and files until a write fails."""
+        """Write pending lines and files until a write fails.
+
+        The user is notified, and an event is added to events.jsonl, at the first failure and after recovery.
+        """
         while self._waiting:
             name, data, replaces = self._waiting[0]
             try:
@@ -63,7 +67,7 @@ class Journal:
             self.add(EVENTS, {"event": "room", "unix_s": time()})
 
     def missing(self) -> str | None:
-        """Retry pending writes; return a message if the run folder still lacks records, else None."""
+        """Retry pending writes; return a message if the run folder still lacks records, or lost some, else None."""
         self.write()
         lines = len(self._waiting) + self._lost
         if not lines:
@@ -99,10 +103,10 @@ class Journal:
 
 
 def append_line(folder: Path, message: Message) -> None:
-    """Append a message to its file in a run folder.
+    """Append a message to the file of its class (Message.FILE, not None) in a run folder.
 
     Raises:
-        OSError: The message cannot be written; the file is unchanged.
+        OSError: The message cannot be written; see `append_to`.
     """
     append_to(folder / message.FILE, _to_line(message.line()))
 
@@ -128,7 +132,15 @@ def append_to(path: Path, data: bytes) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Write or replace a file, either completely or not at all; `mode` are the permission bits of the file.
+    """Write or replace a file, either completely or not at all.
+
+    The data is first written to NAME.partial in the same folder, which is removed if an error occurs. Two processes
+    must not write the same file at the same time.
+
+    Args:
+        path: Path of the file, in an existing folder.
+        data: Content of the file.
+        mode: Permission bits of the file, from which the umask is removed.
 
     Raises:
         OSError: The data cannot be written; an existing file is unchanged.

@@ -55,7 +55,7 @@ ACCELERATOR_PREFIX = "accelerator_type:"  # prefix of the Ray resource that name
 
 
 class Record(NamedTuple):
-    """Metrics (MLflow name → value) of one step, and their time in milliseconds since 1970."""
+    """Metrics (MLflow name → finite value) of one step, and their time in milliseconds since 1970."""
 
     figures: dict[str, float]
     step: int
@@ -78,7 +78,10 @@ def _to_record(message: Message | None) -> Record | None:
 
 
 def _make_record(figures: Mapping[str, Any], step: int, unix_s: float) -> Record:
-    """Return a record with valid MLflow names; values that are not finite numbers are omitted."""
+    """Return a record with valid MLflow names.
+
+    Invalid characters become "_", names are cut to MAX_NAME_LENGTH, and values that are not finite numbers are omitted.
+    """
     valid = {
         INVALID_NAME_CHARACTERS.sub("_", name)[:MAX_NAME_LENGTH]: float(value)
         for name, value in figures.items()
@@ -91,9 +94,9 @@ def to_rank_metrics(lines: list[RankLine]) -> dict[str, float | None]:
     """Return the MLflow metrics, name → value, for the lines of all recorded ranks at one step.
 
     Returns:
-        watch/rank/R/…: load, memory, and milliseconds per step for each phase; watch/table/NAME/…: statistics
-        of a table over all ranks (aggregate.combine_shards), for the MAX_TABLES largest tables;
-        watch/rank/R/table/NAME/…: statistics of a rank's shards, if ranks × tables is at most
+        watch/rank/R/…: RANK_SUM_KEYS, and milliseconds per step in total and for each phase; watch/table/NAME/…:
+        statistics of a table over these ranks (aggregate.combine_shards), for the MAX_TABLES largest tables in
+        bytes; watch/rank/R/table/NAME/…: statistics of a rank's shards, if ranks × tables is at most
         MAX_RANK_TABLES; system/rank_R/…: see `system_metrics`. Undefined values are None or NaN.
     """
     out: dict[str, float | None] = {}
@@ -149,17 +152,20 @@ class DeliveryState:
 
     @classmethod
     def read(cls, folder: Path) -> DeliveryState:
-        """Read the state from a run folder; if it is missing or unreadable, return the state of a new delivery."""
+        """Read the state from a run folder; if it is missing or unreadable, return a new state with a random key."""
         return find_document(str(folder / DELIVERY_STATE_FILE), cls) or cls()
 
     def write(self, folder: Path) -> None:
-        """Replace the state in a run folder; errors are ignored, because the next write contains the full state."""
+        """Replace the state in a run folder; OSErrors are ignored, because the next write contains the full state."""
         with suppress(OSError):
             write_atomically(folder / DELIVERY_STATE_FILE, to_json_document(self))
 
 
 class Batch(NamedTuple):
-    """Records that are delivered together, and file → byte offset up to which its lines are covered by the records."""
+    """Records that are delivered together, and file → byte offset up to which its lines are then delivered.
+
+    The list of records is empty if new lines contain no metrics.
+    """
 
     records: list[Record]
     offsets: dict[str, int]
@@ -168,11 +174,13 @@ class Batch(NamedTuple):
 class RecordReader:
     """Reader of a run folder's lines in batches for MLflow.
 
+    `next_batch` and `waiting` raise an OSError if a file is not a regular file, or cannot be read.
+
     Attributes:
         folder: Run folder.
         delivered: State of the delivery.
-        dropped: Number of lines that were dropped because they are JSON but not messages of their file; lines that
-            are not JSON are skipped without being counted.
+        dropped: Number of lines that were dropped because they are JSON but not messages of their file, or have no
+            time; lines that are not JSON are skipped without being counted.
         why: Reason why the last dropped line was not valid; "" without dropped lines.
     """
 
@@ -195,13 +203,13 @@ class RecordReader:
     def next_batch(self) -> Batch | None:
         """Return a batch of up to about MAX_METRICS_PER_CALL metrics, or None without new lines.
 
-        The result is the same until `mark_batch_written` is called.
+        The same batch is returned until `mark_batch_written` is called.
         """
         self._batch = self._batch or self._read_batch()
         return self._batch
 
     def mark_batch_written(self) -> None:
-        """Record in the run folder that the batch from `next_batch` has been written to the store."""
+        """Record in the run folder that the batch last returned by `next_batch` has been written to the store."""
         self.delivered.offsets |= self._batch.offsets
         self.delivered.write(self.folder)
         self._batch = None
@@ -235,9 +243,14 @@ class RecordReader:
         return Batch(records, offsets)
 
     def _parse_record(self, file: str, line: Line) -> Record | None:
-        """Return the metrics of a line; None if it has none, is invalid, or waits for other ranks' lines."""
+        """Return the metrics of a line; None if it has none, is invalid, or waits for other ranks' lines.
+
+        A line of ranks.jsonl that completes its step returns the metrics of all recorded ranks.
+        """
         try:
-            message = decode(file, line.data)
+            message: Any = decode(file, line.data)
+            if message is not None and message.unix_s is None:
+                raise ValueError("missing key 'unix_s'")
         except ValueError as error:
             self.dropped += 1
             self.why = f"{file} contains an invalid line: {error}"
@@ -251,12 +264,14 @@ class RecordReader:
 def collect_run_tags() -> dict[str, str]:
     """Return the MLflow tags for a run started by this process; unknown values are omitted.
 
-    The tags contain no command arguments, and no environment variables except the name of the user.
+    The tags contain no command arguments, and no environment variables except the name of the user. The function runs
+    git, for at most 10 s.
 
     Returns:
         Text for each tag: version.PACKAGE, version.python; mlflow.source.git.commit and mlflow.source.git.dirty of the
-        working directory if it is a git checkout; mlflow.user, mlflow.source.name, mlflow.source.type; with Ray:
-        cluster.nodes, cluster.cpus, cluster.gpus, cluster.gpu_types (such as '8 x H200').
+        working directory if it is a git checkout; mlflow.user, mlflow.source.name, mlflow.source.type; if this process
+        is connected to Ray: cluster.nodes, cluster.cpus, cluster.gpus, and cluster.gpu_types (such as '8 x H200') if
+        there are GPUs.
     """
     versions = {"python": platform.python_version(), **get_installed_versions("mlflow")}
     tags = {f"version.{name}": text for name, text in versions.items()}

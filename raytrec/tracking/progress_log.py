@@ -53,7 +53,14 @@ KINDS: dict[str, Any] = {
 
 
 def progress(step: int, total: int, rows_per_s: float | None, values: Iterable[str]) -> str:
-    """Return the progress of training as text; `values` are labeled values from `named` and `remaining`."""
+    """Return the progress of training as text.
+
+    Args:
+        step: Number of completed steps.
+        total: Number of steps in the complete run.
+        rows_per_s: Rows per second; omitted from the text if None or 0.
+        values: Labeled values from `named` and `remaining`.
+    """
     parts = [f"step {step}/{total} ({100 * step // max(1, total)}%)"]
     parts += [f"{rows_per_s:,.0f} rows/s"] if rows_per_s else []
     return PART_SEPARATOR.join([*parts, *values])
@@ -67,7 +74,7 @@ def remaining(seconds: float) -> str:
 
 
 def evaluation(step: int, values: Iterable[str]) -> str:
-    """Return the result of an evaluation as text; `values` are labeled values from `named`."""
+    """Return the result of an evaluation after `step` steps as text; `values` are labeled values from `named`."""
     return f"step {step}: {PART_SEPARATOR.join(values) or 'no metric is defined'}"
 
 
@@ -75,6 +82,10 @@ def named(figures: Iterable[MetricDisplay], values: Mapping[str, Any]) -> list[s
     """Return a text for each metric with a defined value: label and value, such as "NE 0.9101".
 
     A training loss is omitted if its text equals the text of the same task's log loss.
+
+    Args:
+        figures: Display properties of the metrics, in the order of the result.
+        values: Metric key → value; a missing key or a value that is not a finite number means undefined.
     """
     defined = {each.key: each for each in figures if not isnan(parse_number(values.get(each.key)))}
     texts = {key: each.format.format(values[key]) for key, each in defined.items()}
@@ -95,7 +106,10 @@ def write_message(kind: str, values: Mapping[str, Any], file: IO[str] | None = N
 
 
 def parse(line: str) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind (see KINDS) and the values of the message in a log line; None if the line is not a message."""
+    """Return the kind (see KINDS) and the values of the message in a log line.
+
+    The result is None if the line is not a message, or is a message of an unknown kind or with invalid values.
+    """
     if not line.startswith(MARK):
         return None
     try:
@@ -107,5 +121,5 @@ def parse(line: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def strip_messages(log: str) -> list[str]:
-    """Return the lines of a log that are not messages; line ends are kept."""
+    """Return the lines of a log that do not begin with MARK; line ends are kept."""
     return [line for line in log.splitlines(keepends=True) if not line.startswith(MARK)]

@@ -7,6 +7,7 @@ checkpoint are trained again, and their new lines replace the earlier lines. A m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
@@ -33,7 +34,7 @@ class Line(NamedTuple):
     """Complete line of a file that is still being written.
 
     Attributes:
-        data: Bytes of the line.
+        data: Bytes of the line, including its line feed.
         begin: Offset of the line's first byte in the file.
         end: Offset of the byte after the line.
     """
@@ -45,6 +46,8 @@ class Line(NamedTuple):
 
 def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
     """Yield the complete lines of a file, starting at the byte offset `since`; a missing file has no lines.
+
+    A last line without a line feed is not yielded.
 
     Raises:
         OSError: The file is not a regular file, or cannot be read.
@@ -63,7 +66,11 @@ def read_lines(path: Path, since: int = 0) -> Iterator[Line]:
 
 
 def decode(file: str, data: bytes | str) -> Message | None:
-    """Return the message in a line of a file; None if the line is not valid JSON, as after the death of its writer.
+    """Return the message in a line; None if the line is not valid JSON, e.g. because its writer died.
+
+    Args:
+        file: Name of the line's file, one of GROWING.
+        data: The line.
 
     Raises:
         ValueError: The line is valid JSON but not a message of this file.
@@ -78,7 +85,14 @@ def decode(file: str, data: bytes | str) -> Message | None:
 def read_messages(folder: Path, file: str) -> Iterator[Any]:
     """Yield the messages of one file in a run folder, in the order of writing.
 
-    The class of the messages depends on the file. Invalid lines are skipped, and a missing file has no messages.
+    Invalid lines are skipped, and a missing file has no messages.
+
+    Args:
+        folder: Run folder.
+        file: Name of the file, one of GROWING, which determines the class of the messages.
+
+    Raises:
+        OSError: The file is not a regular file, or cannot be read.
     """
     for line in read_lines(folder / file):
         with suppress(ValueError):
@@ -91,14 +105,17 @@ class RunFolder(History):
 
     `read_new` continues from the end of the previous read; `RunFolder.read` reads everything.
 
+    The properties `config_text`, `config`, `files` and `schema` are read once, at the first access. They raise an
+    OSError if their file exists but cannot be read, except `files`, which is then empty.
+
     Args:
         path: Path of the folder; the folder may be empty or missing.
-        files: Files of GROWING to read.
+        files: Names of the files to read, a subset of GROWING.
 
     Attributes:
         path: Path of the folder.
         dropped: Number of lines that were not valid JSON or did not belong to their file.
-        plan: Table → its entry in plan.json.
+        plan: Table → its entry in plan.json; {} if the file is missing or invalid.
 
     Example:
         >>> run = RunFolder("runs/dlrm-1", files=["metrics.jsonl"])
@@ -116,16 +133,19 @@ class RunFolder(History):
 
     @classmethod
     def read(cls, path: str | Path) -> RunFolder:
-        """Return a RunFolder with everything that the folder currently contains; raise OSError as `read_new` does."""
+        """Return a RunFolder with everything that the folder currently contains; raise errors as `read_new`."""
         run = cls(path)
         run.read_new()
         return run
 
     def read_new(self) -> bool:
-        """Read new lines, result.json and plan.json; return True if there are new lines.
+        """Read new lines, result.json and plan.json; return True if there are new lines, which may all be invalid.
+
+        `result` and `plan` are set to {} if their files are missing or invalid.
 
         Raises:
             OSError: One of `files` is not a regular file, or cannot be read.
+            DataError: The path of the folder is not UTF-8, or contains a null byte.
         """
         offsets = dict(self._read_to)
         for file in self._read_to:
@@ -157,14 +177,14 @@ class RunFolder(History):
         """Return the combined statistics of a table's shards at one step (aggregate.combine_shards).
 
         `changed_share` is NaN for tables with `out_of_range: hash`, whose ids are meant to be changed. `lines` are the
-        lines of all ranks at the step.
+        lines of all recorded ranks at the step.
         """
         replicated = self.planned(table).get("sharding_type") == "data_parallel"
         hashed = {"changed_share": nan} if self.table_spec(table).get("out_of_range") == "hash" else {}
         return combine_shards(lines, table, replicated) | hashed
 
     def planned(self, table: str) -> dict[str, Any]:
-        """Return a table's entry in plan.json; {} without an entry."""
+        """Return a table's entry in plan.json (embeddings.sharding.describe_plan); {} without an entry."""
         return self.plan.get(table, {})
 
     def table_spec(self, table: str) -> dict[str, Any]:
@@ -172,7 +192,7 @@ class RunFolder(History):
         return as_dict(as_dict(self.schema.get("tables")).get(table))
 
     def table_size(self, table: str) -> tuple[int, int] | None:
-        """Return (rows, dim) of a table according to schema.yaml; None if either is missing or invalid."""
+        """Return (rows, dim) of a table in schema.yaml; None if either is missing or not an integer of at least 0."""
         rows, dim = (self.table_spec(table).get(key) for key in ("rows", "dim"))
         return (rows, dim) if is_step(rows) and is_step(dim) else None
 
@@ -194,7 +214,10 @@ class RunFolder(History):
 
     @cached_property
     def files(self) -> list[str]:
-        """Return a text for each dataset that states how many files were read, and why other files were not read."""
+        """Return a text for each dataset that states how many files were read, and why other files were not read.
+
+        The list is empty if data.json is missing, invalid or without these texts.
+        """
         listed = as_dict((find_document(str(self.path / DATA), dict[str, Any]) or {}).get(FILES_KEY))
         return [f"{name}: {as_dict(values).get('text')}" for name, values in listed.items()]
 
@@ -205,21 +228,21 @@ class RunFolder(History):
 
 
 def check_run_folder(place: str | Path) -> Path:
-    """Return the path of a run folder after checking that it exists and contains files of a run.
+    """Return the path of a run folder, with ~ expanded, after checking that it exists and contains files of a run.
 
     Raises:
-        RunError: The path is not a folder, or the folder contains no files of a run.
+        RunError: The path is not a folder, the folder contains no files of a run, or either is unreadable.
     """
-    folder, files = Path(place).expanduser(), (CONFIG, *GROWING, RESULT)
-    if not folder.is_dir():
+    folder, files = Path(os.path.expanduser(place)), (CONFIG, *GROWING, RESULT)
+    if not os.path.isdir(folder):  # unlike the methods of Path, these functions raise no OSError
         raise RunError(
-            "this path is not a folder" if folder.exists() else "the run folder does not exist",
+            "this path is not a folder" if os.path.exists(folder) else "the run folder does not exist or is unreadable",
             where=str(place),
             expected="the path of a run folder, as printed by `raytrec train`",
         )
-    if not any((folder / name).is_file() for name in files):
+    if not any(os.path.isfile(folder / name) for name in files):
         raise RunError(
-            "the folder contains no files of a run",
+            "the folder contains no files of a run, or they are unreadable",
             where=str(place),
             expected=f"a folder with {', '.join(files[:-1])} or {files[-1]}",
             do="pass the run folder itself, not its parent",
@@ -228,7 +251,7 @@ def check_run_folder(place: str | Path) -> Path:
 
 
 def _read_if_exists(path: Path) -> str:
-    return read_text(path, MAX_JSON_BYTES) if path.is_file() else ""
+    return read_text(path, MAX_JSON_BYTES) if os.path.isfile(path) else ""
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:

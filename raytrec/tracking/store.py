@@ -32,13 +32,14 @@ class Store:
     """Client for one run in an MLflow store.
 
     Args:
-        config: Configuration with the address of the store and the names of run, experiment and parent run; a
-            missing experiment or parent run is created.
+        config: Configuration with the address of the store (tracking.uri) and the names of run, experiment and parent
+            run; a missing experiment or parent run is created.
         folder: Run folder. Artifacts of a new experiment in an sqlite store are stored next to the store if the run
             folder is below the store's folder, else next to the run folder. (Folders of a search's trials are nested
             more deeply than other run folders.)
         key: Value of a tag, by which the run is found if the store created the run without responding.
-        previous_run_id: Id of a run to continue, or None; if it does not exist in the store, a new run is created.
+        previous_run_id: Id of a run to continue, or None; if the store has no such run, or the run is deleted, a new
+            run is created.
 
     Attributes:
         uri: Address of the store.
@@ -61,7 +62,7 @@ class Store:
 
         Raises:
             ConfigError: The experiment has been deleted.
-            OSError, sqlite3.DatabaseError: A new or existing sqlite file cannot be opened or written.
+            OSError, sqlite3.DatabaseError: The sqlite file cannot be created, opened or written.
         """
         self._connect()
         self.run_id = self._reopen_run() or self._find_by_key() or self._create(self._name, KEY, self._key)
@@ -81,7 +82,7 @@ class Store:
         self._experiment_id = self._find_experiment()
 
     def write_metrics(self, records: list[Record]) -> None:
-        """Write metrics in as few calls as possible; metrics already in a database are not duplicated."""
+        """Write metrics in calls of MAX_METRICS_PER_CALL; metrics already in a database are not duplicated."""
         from mlflow.entities import Metric
 
         metrics = [
@@ -93,19 +94,23 @@ class Store:
             self._client.log_batch(self.run_id, metrics=metrics[i : i + MAX_METRICS_PER_CALL])
 
     def write_params(self, params: Mapping[str, str]) -> None:
-        """Write parameters of the run; an existing parameter must have the same value."""
+        """Write at most 100 parameters of the run; the store rejects another value for an existing parameter."""
         from mlflow.entities import Param
 
         self._client.log_batch(self.run_id, params=[Param(k, v) for k, v in params.items()])
 
     def write_tags(self, tags: Mapping[str, str]) -> None:
-        """Write tags of the run; existing tags are overwritten."""
+        """Write at most 100 tags of the run; existing tags are overwritten."""
         from mlflow.entities import RunTag
 
         self._client.log_batch(self.run_id, tags=[RunTag(k, v) for k, v in tags.items()])
 
     def upload(self, path: Path, folder: str) -> None:
-        """Upload a file to a folder of the run's artifacts ('' for the top level), without secrets in .yaml files."""
+        """Upload a file to a folder of the run's artifacts ('' for the top level), without secrets in .yaml files.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
         if path.suffix == ".yaml":  # a configuration may contain passwords
             self._client.log_text(
                 self.run_id, hide_yaml(path.read_text(encoding="utf-8")), str(Path(folder) / path.name)
@@ -118,7 +123,7 @@ class Store:
         self._client.set_terminated(self.run_id, status)
 
     def join_parent(self) -> None:
-        """Make the run a child of the oldest run named tracking.parent_run, which is created if missing.
+        """Make the run a child of the oldest parent run named tracking.parent_run, which is created if missing.
 
         The method does nothing if tracking.parent_run is not set. Runs that start at the same time may each create a
         parent. Therefore the delivery calls this method again at the end of the run. The run then joins the oldest
@@ -133,7 +138,7 @@ class Store:
             self._created_parent = None
 
     def _find_parent(self) -> str:
-        """Return the id of the oldest run with the parent's name; create such a run if none exists."""
+        """Return the id of the oldest parent run with the parent's name; create such a run if none exists."""
         runs = self._client.search_runs([self._experiment_id], f"tags.`{PARENT_NAME_TAG}` LIKE '%'")
         named = [run.info for run in runs if run.data.tags[PARENT_NAME_TAG] == self._parent]
         if named:
@@ -157,7 +162,7 @@ class Store:
                     f"the experiment {self._experiment} has been deleted in MLflow",
                     where=hide(self.uri),
                     expected="an experiment that is not deleted, or a new name",
-                    do="set another tracking.experiment, or set MLFLOW_TRACKING_URI and run "
+                    do="set another tracking.experiment, or set MLFLOW_TRACKING_URI to this address and run "
                     f"`mlflow experiments restore --experiment-id {experiment.experiment_id}`",
                 )
             return experiment.experiment_id
@@ -203,18 +208,19 @@ def check_tracking_uri(uri: str) -> None:
 
 
 def explain_open_error(uri: str, error: BaseException) -> ConfigError:
-    """Return the error for users if the first call to a store has raised `error`."""
+    """Return the error for users if opening a store has raised `error`; status 401 or 403 means denied access."""
     return make_open_error(uri, reason(error), is_access_denied=get_http_status(error) in (401, 403))
 
 
 def make_open_error(uri: str, why: str, is_access_denied: bool = False) -> ConfigError:
-    """Return the error for a store that cannot be opened; `why` states the reason."""
-    return ConfigError(
-        f"cannot open the MLflow store: {why}",
-        where=hide(uri),
-        expected="credentials that the server accepts" if is_access_denied else "sqlite:///FILE or an MLflow server",
-        do=LOGIN_HINT if is_access_denied else URI_HINT,
-    )
+    """Return the error for a store that cannot be opened; `why` states the reason.
+
+    If `is_access_denied`, the error asks for other credentials, else for another address.
+    """
+    expected, do = "a writable sqlite:///FILE, or a reachable MLflow server or database", URI_HINT
+    if is_access_denied:
+        expected, do = "credentials that the server accepts", LOGIN_HINT
+    return ConfigError(f"cannot open the MLflow store: {why}", where=hide(uri), expected=expected, do=do)
 
 
 @contextmanager
@@ -228,7 +234,7 @@ def _initialize_sqlite_file(uri: str) -> Iterator[None]:
     the empty file.
 
     Raises:
-        OSError, sqlite3.DatabaseError: The folder cannot be created, or the file is not a writable database.
+        OSError, sqlite3.DatabaseError: The folder cannot be created or opened, or the file is not a writable database.
     """
     from mlflow import MlflowClient
     from sqlalchemy.engine import make_url

@@ -74,7 +74,7 @@ def write_search(search: Search) -> None:
 
 
 def write_trials(search: Search) -> None:
-    """Write the values and state of all trials to trials.json."""
+    """Write the values and state of all trials to trials.json; raise OSError if the file cannot be written."""
     write_json(search.folder / TRIALS, [trial.record() for trial in search.trials])
 
 
@@ -87,7 +87,7 @@ def read_settings(folder: Path) -> Settings:
     """Read the settings from search.json.
 
     Raises:
-        RunError: There is no search, or the file is damaged.
+        RunError: There is no search, or the file is damaged or cannot be read.
         ConfigError: A number is out of range.
     """
     try:

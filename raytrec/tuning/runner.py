@@ -142,6 +142,10 @@ def _set_parent_death_signal() -> None:
 class Runner:
     """Scheduler that starts a search's trials as processes, stops weak trials and records the results.
 
+    Args:
+        search: Search whose trials are run and updated; at least one trial.
+        console: Console for progress and warnings.
+
     Attributes:
         signal: Number of the signal that requested the end of the search; None if there was no signal.
     """

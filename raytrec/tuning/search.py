@@ -127,7 +127,7 @@ class Trial:
         return step * self.config.data.global_batch_size
 
     def read_evaluations(self, key: str) -> None:
-        """Update `step` and `points` from new lines in the run folder; `key` is the key of the compared metric."""
+        """Update `step` and `points` from new lines in the run folder, or raise OSError; `key` names the metric."""
         self._run = self._run or RunFolder(self.folder, files=[METRICS])
         self._run.read_new()
         self.step = self._run.step
@@ -205,7 +205,8 @@ class Search:
     def metrics(self) -> dict[str, Any]:
         """Return the search as JSON values: name, folder, metric (key, better), best and trials.
 
-        `best` is the record of the best trial with its metrics and the path of its configuration, or None.
+        `best` is the record of the best trial with its metrics (figures) and the path of its configuration (config), or
+        None if no finished or stopped trial has a value.
         """
         best = self.best
         return {
@@ -256,7 +257,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         with _attribute_errors(f"{draw.key} = {value}", draw.where):
             check(config.with_overrides({draw.key: value}))
     for index, values in enumerate(space.configurations(settings.trials, settings.seed), 1):
-        hint = "draw dependent values together as a choice of whole sections, such as "
+        hint = "if only this combination is invalid, draw its values together as a choice of whole sections, such as "
         hint += "optim.schedule: {choice: [{}, {decay: linear}]}"
         values_text = ", ".join(f"{key} = {value}" for key, value in values.items())
         with _attribute_errors(f"trial {index} ({values_text})", space.place, hint):

@@ -101,6 +101,7 @@ class Space:
 
         Raises:
             ConfigError: The file cannot be read or is invalid.
+            DataError: The path is not valid, or the store cannot be reached.
         """
         with convert_os_errors("cannot read the search space", ConfigError, where=place, expected=EXPECTED):
             data = read_bytes(place)
@@ -173,7 +174,7 @@ class Space:
         """Refuse code that a space from a URI or another user's search draws and that `config` does not name.
 
         Raises:
-            ConfigError: The space draws such code; the error lists the code.
+            ConfigError: The space draws such code, which the error lists, or a key that does not exist.
         """
         if elsewhere := find_origin(self.place):
             allowed = find_foreign_code(config.get_changed_values()).items()

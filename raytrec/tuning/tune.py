@@ -56,14 +56,15 @@ def tune(
     Args:
         source: Path of a configuration file, its values, or a RunConfig; train.eval_every_steps must be set.
         space: Path of a file with the keys to draw and their distributions (tuning.space).
-        overrides: Changes to the configuration, as `section.key=value` strings.
+        overrides: Changes to the configuration, as `section.key=value` strings or a mapping.
         trials: Number of trials; default: 10. The number can be increased with `resume`.
         metric: Key of an evaluation metric; default: the metric that selects the best checkpoints.
         seed: Seed of the draws; the same seed draws the same configurations.
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
         grace_steps: Number of steps during which no trial is stopped; default: train.eval_every_steps.
         reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
-        resume: Folder of an interrupted search, whose settings replace arguments except trials, at_once, allow_code.
+        resume: Folder of an interrupted search, which contains all settings; only `trials`, `at_once` and `allow_code`
+            may be given with it.
         resume_latest: True to resume the newest interrupted search started by the same command; if there is none, a new
             search starts.
         allow_code: True to allow code that a configuration from a URI or another user's folder names
@@ -74,8 +75,8 @@ def tune(
 
     Raises:
         ConfigError, SchemaError, DataError: The input is invalid; raised before any trial starts.
-        RunError: The folder already contains a search or run, the search to resume is damaged or still running, no
-            trial has a result, or the cluster cannot be reached.
+        RunError: The folder already contains a search or run, or cannot be written; the search to resume is damaged or
+            still running; no trial has a result; or the cluster cannot be reached.
         Interrupted: Ctrl-C or SIGTERM was received.
 
     Example:
@@ -86,11 +87,13 @@ def tune(
     if at_once is not None and at_once < 1:
         raise ConfigError(f"--at-once is {at_once}", where="command line", expected="a number of at least 1")
     if resume:
-        if given := [name for name, of in (("CONFIG", source), ("overrides", overrides), ("--space", space)) if of]:
+        others = {"CONFIG": source, "overrides": overrides, "--space": space, "--metric": metric, "--seed": seed}
+        others |= {"--grace-steps": grace_steps is not None, "--reduction-factor": reduction_factor != 4.0}
+        if given := [name for name, value in others.items() if value]:
             raise ConfigError(
                 f"--resume cannot be combined with {', '.join(given)}, because the search folder contains all settings",
                 where="command line",
-                expected="--resume FOLDER without CONFIG, overrides and --space",
+                expected="--resume FOLDER, with at most --trials, --at-once and --allow-code",
             )
         return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
@@ -157,7 +160,8 @@ def write_outcome(search: Search, warn: Callable[[str], None]) -> None:
     """Write the outcome of a search to its folder and to MLflow.
 
     best.yaml is written if a finished or stopped trial has a result, outcome.json if all trials have ended or failed,
-    and the MLflow run if tracking is enabled. If MLflow fails, `warn` is called with the reason.
+    and the MLflow run if tracking is enabled. If MLflow fails or takes longer than MLFLOW_TIMEOUT_S, `warn` is called
+    with the reason.
 
     Raises:
         OSError: A file cannot be written; resuming the search writes the outcome again.

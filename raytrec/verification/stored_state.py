@@ -28,6 +28,9 @@ class StoredState:
     Attributes:
         parts: "rows", "ids" (managed ids) and "dense" → name of a table or weight → dtype and shape, as in the state
             of a replica. Tables that the service does not serve are omitted.
+
+    Raises:
+        CheckpointError: A dense weight cannot be read or is damaged.
     """
 
     def __init__(self, folder: str, index: dict[str, Any], served: dict[str, Any]):
@@ -53,7 +56,11 @@ class StoredState:
         }
 
     def iterate_blocks(self, part: StatePart, name: str) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (first, end, values [n, …] as served) for each block: a range of rows, id keys or flat weights."""
+        """Yield (first, end, values [n, …] as served) for each block: a range of rows, id keys or flat weights.
+
+        Raises:
+            CheckpointError: The rows or ids cannot be read or are damaged.
+        """
         if part == "dense":
             values = self._weights[name].flatten()
             for first, end in _split(len(values), values.itemsize):

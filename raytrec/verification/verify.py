@@ -49,7 +49,7 @@ class ReplicaConnection:
         state: Response to GET /state.
 
     Raises:
-        RunError: The address is invalid, or the service does not respond or refuses the request; see also `get`.
+        RunError: The address is invalid, or as for `get`.
     """
 
     def __init__(self, service: str, token: str):
@@ -66,8 +66,9 @@ class ReplicaConnection:
         """Send a GET request, and return the body of this replica's response; reconnect if another replica responds.
 
         Raises:
-            RunError: The service does not respond to the first request, or refuses a request.
-            ServiceChangedError: The replica has changed its version, does not respond, or cannot be reached again.
+            RunError: The service does not respond to the first request, refuses a request, or names no replica.
+            ServiceChangedError: The replica has changed its version, no longer responds, or is not reached within
+                CONNECT_TIMEOUT_S.
         """
         deadline = monotonic() + CONNECT_TIMEOUT_S
         while monotonic() < deadline:
@@ -81,14 +82,14 @@ class ReplicaConnection:
                     raise RunError(what, where=self._service, do=do) from None
                 raise ServiceChangedError(f"replica {self.replica} does not respond: {error}") from None
             if answer.status != 200:
-                what = f"the service responds with status {answer.status}"
+                what = f"the service responds with status {answer.status} to GET {self._path}{path}"
                 raise parse_error(content, what, self._service, answer.status)
             replica, version = answer.getheader(REPLICA_HEADER, self.replica), answer.getheader("X-Model-Version")
             if replica is None:
                 raise RunError(
-                    "the response names no replica",
+                    f"the response names no replica: it lacks the header {REPLICA_HEADER}",
                     where=self._service,
-                    expected="the address of a service that raytrec serve has started",
+                    expected="the address of a service that raytrec serve has started; proxies must pass the header on",
                 )
             if self.replica in (None, replica):
                 if self._version not in (None, version):
@@ -104,7 +105,7 @@ def connect(service: str, token: str) -> tuple[list[ReplicaConnection], list[str
     """Return a connection to each replica of a service, and the sorted ids of its replicas that were not reached.
 
     The kernel selects the replica for a connection. Connections are therefore opened until each replica has responded,
-    or until CONNECT_TIMEOUT_S has passed. For errors, see `ReplicaConnection.get`.
+    or until CONNECT_TIMEOUT_S has passed. Errors are those of `ReplicaConnection` and its method `get`.
     """
     replicas: dict[str, ReplicaConnection] = {}
     deadline = monotonic() + CONNECT_TIMEOUT_S
@@ -126,7 +127,7 @@ class Difference:
         part: Part of the state: rows, ids or dense.
         name: Name of the table or weight.
         count: Number of differing rows, ids or dense values; 0: the dtypes or shapes differ, or a side is missing.
-        largest: Largest absolute difference; 0 for ids.
+        largest: Largest absolute difference of values; infinite if a differing value is NaN; 0 for ids.
         examples: Descriptions of the first MAX_EXAMPLES differing values, or a description of the dtypes and shapes.
     """
 
@@ -160,13 +161,15 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
             file is read.
 
     Returns:
-        Result with the metrics result (equal, different, or incomplete if a replica was not reached), differences (see
-        Difference), replicas, unreached_replicas, tables, rows, ids, weights, version, checkpoint, name and seconds.
+        Result with the metrics result (different; else incomplete if a replica was not reached; else equal),
+        differences (see Difference), replicas and unreached_replicas (ids), tables, rows, ids and weights (their
+        numbers), version, checkpoint, name and seconds.
 
     Raises:
-        RunError: There is no checkpoint; or the service does not respond, refuses a request, serves a run or step other
-            than that of the checkpoint, or interrupts MAX_STARTS comparisons (ServiceChangedError).
-        CheckpointError: The checkpoint is damaged.
+        RunError: There is no checkpoint; or the service's address is invalid, or the service does not respond, refuses
+            a request, is not from raytrec, serves a run or step other than that of the checkpoint, or interrupts
+            MAX_STARTS comparisons (ServiceChangedError).
+        CheckpointError, ConfigError, DataError: As for `find_checkpoint`; or a part of the checkpoint is damaged.
     """
     began, token = perf_counter(), find_token(name)
     folder, index = find_checkpoint(run)
@@ -183,7 +186,7 @@ def verify(service: str, run: str, *, name: str | None = None) -> Result:
                 sleep(RESTART_DELAY_S)
         else:
             what = f"each of {MAX_STARTS} comparisons was interrupted, the last one because {reason}"
-            do = "repeat the command while no version is promoted, no delta is applied, and no replica restarts"
+            do = "repeat the command while no version is promoted, no delta is applied, and all replicas keep running"
             raise RunError(what, where=service, do=do)
     state = replicas[0].state
     sizes = {"tables": len(state["rows"]), "rows": _count(state, "rows"), "ids": _count(state, "ids")}
@@ -207,8 +210,10 @@ def find_checkpoint(run: str) -> tuple[str, dict[str, Any]]:
     """Return the folder of a checkpoint, and its index, given a run folder (newest), RUN/STEP or checkpoint folder.
 
     Raises:
-        RunError: There is no such checkpoint.
-        CheckpointError: The checkpoint is damaged.
+        RunError: There is no such checkpoint, or the run's configuration names a server and belongs to another user.
+        CheckpointError: The checkpoint is incomplete or damaged, or is not from a training run.
+        ConfigError: A Ray job passes a relative path.
+        DataError: The path is not valid, or the store cannot be reached.
     """
     place = make_absolute(str(run))
     path, query = split_query(place)
@@ -236,7 +241,7 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
     if (served_run, served_step) != (run, step):
         other_run = f"pass the folder of run {served_run}, or the address of the service of run {run}"
         if served_step > step:
-            other_step = "repeat the command after the run has ended or has been stopped, or pass another checkpoint"
+            other_step = f"pass RUN/{served_step}; if it does not exist, stop the run or wait for its end, and repeat"
         else:
             other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
         served, stored = f"step {served_step} of run {served_run}", f"step {step} of run {run}"

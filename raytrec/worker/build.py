@@ -73,8 +73,9 @@ def build_step(
         The step, and the sharding plan, which is the same on every rank.
 
     Raises:
-        RunError: TorchRec's gradient division is disabled in this process.
+        RunError: TorchRec's gradient division is disabled in this process, or a file for a table cannot be created.
         ConfigError: No plan meets the constraints (see `make_plan`), or the tasks do not fit the schema or the model.
+        Exception: A user-defined model or loss has raised this error.
     """
     if not comm_ops.get_gradient_division():
         raise RunError(
@@ -138,6 +139,9 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
     """Return the sharding plan that `build_step` would use, without allocating any table.
 
     This is a collective operation: every rank must call it.
+
+    Raises:
+        ConfigError: As for `build_step`.
     """
     world = dist.get_world_size()
     planners = make_planning_sharders(config, schema, world)
@@ -147,7 +151,18 @@ def compute_run_plan(config: RunConfig, schema: Schema, device: torch.device) ->
 def build_unsharded(
     config: RunConfig, schema: Schema, device: torch.device, world: int = 1, objective: type[Objective] = Objective
 ) -> LossModel:
-    """Return the unsharded model with its objective; dense layers are on `device`, and tables on the meta device."""
+    """Return the unsharded model with its objective; dense layers are on `device`, and tables on the meta device.
+
+    Args:
+        config: Configuration of the run.
+        schema: Schema of the data.
+        device: Device of the rank.
+        world: Number of ranks that train the model together.
+        objective: Class that turns the model's logits into losses and outputs.
+
+    Raises:
+        ConfigError: The tasks do not fit the schema or the model.
+    """
     task_objective = objective.of(config, schema, world)
     tasks = task_objective.tasks
     recommender = build_recommender(config, schema, device, count_logits(tasks), needs_vectors(tasks))
@@ -171,6 +186,7 @@ def begin_or_resume(
 
     Raises:
         CheckpointError: At least one checkpoint has a usable index, but no checkpoint can be loaded.
+        DataError, OSError, KeyError: See `restore`.
         RunError, SchemaError: See `begin`.
     """
     on_load = partial(context.enter_phase, "restoring a checkpoint", "restore")
@@ -200,7 +216,9 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
 
     Raises:
         RunError: The checkpoint of warm_start.from cannot be read, does not match the model, or is not finite.
-        SchemaError: A table differs from the checkpoint, and warm_start.tables does not allow the change.
+        DataError: The path in warm_start.from is not valid, or a rank cannot reach the store.
+        SchemaError: The schema in the checkpoint is not valid, or a table differs from the checkpoint and
+            warm_start.tables does not allow the change.
     """
     fill_tables(step.model, config.run.seed)
     logit_layer = getattr(step.head.model, "logit", None)
@@ -239,7 +257,7 @@ def begin(step: Step, config: RunConfig, schema: Schema, log_odds: Sequence[floa
 def load_step(context: WorkerContext, objective: type[Objective] = Objective) -> Step:
     """Build a step for evaluation, and load the weights of the task's checkpoint.
 
-    This is a collective operation: every rank must call it.
+    Weights with NaN or infinity cause a warning to the user. This is a collective operation: every rank must call it.
 
     Args:
         context: Context of the rank; context.task.checkpoint is the folder of the checkpoint.
@@ -247,6 +265,8 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
 
     Raises:
         CheckpointError: The checkpoint cannot be read, or does not match the model.
+        DataError, KeyError: See `load_with_ids`.
+        RunError, ConfigError: See `build_step`.
     """
     task = context.task
     context.enter_phase("loading the checkpoint", "restore")

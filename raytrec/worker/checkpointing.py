@@ -123,7 +123,7 @@ class CheckpointManager:
             raise {Command.RESTART: Restart, Command.STOP: Stopped}[command](f"at step {step}")
 
     def after_evaluation(self) -> None:
-        """Save the evaluated state if checkpoint.keep_best is set, because it may be one of the best."""
+        """Save the evaluated state (see `save`) if checkpoint.keep_best is set, because it may be one of the best."""
         if self._config.checkpoint.keep_best:
             self.save(again=True)
 
@@ -183,6 +183,9 @@ class CheckpointManager:
 
         The counts of the run are not restored, because they determine which rows the run has trained on. If
         the step has no checkpoint, the current state is kept, with a warning.
+
+        Raises:
+            RunError: See `save`; or the checkpoint of the step cannot be loaded (CheckpointError).
         """
         self._context.enter_phase(f"restoring the weights of step {step}", "restore")
         self.save(wait=True)
@@ -245,7 +248,8 @@ class CheckpointManager:
         if saved is None:
             return None
         if saved.error:
-            self._warn(f"the checkpoint of step {saved.step} was not saved: {saved.error.what}")
+            where = saved.error.where or saved.folder
+            self._warn(f"the checkpoint of step {saved.step} was not saved: {saved.error.what} ({where})")
         else:
             self._newest = saved.step
         if saved.note:

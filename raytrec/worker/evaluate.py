@@ -99,8 +99,8 @@ def evaluate(
 class HostRowCollector:
     """Collector that moves the rows of one task to host memory, because GPU memory is needed for tables.
 
-    Rows with weight 0 are skipped. Copies from the device are read two batches later, so the device never
-    waits for the host.
+    Rows with weight 0 are skipped. The copy of a batch is read after two further batches, so that the device has work
+    while the host waits.
 
     Args:
         task: Name of the task.
@@ -149,10 +149,10 @@ def evaluate_shrunk(
     This is a collective operation: every rank must call it. The deep part is the MLP of a model that also sums a weight
     per id (models/first_order.py). The MLP's last weights, `shrunk`, are multiplied by each of SHRINK_FACTORS and then
     restored. Factors are compared by the default metric of early stopping (ne with binary cross-entropy). Ties are
-    resolved in favor of the largest factor. If the metric is undefined, the factor is 1.
+    resolved in favor of the largest factor. If the metric is undefined for factor 1, the factor is 1.
 
     Args:
-        step: Step with the trained model.
+        step: Step with the trained model, for which `can_shrink` is True.
         held_out_stream: Stream of rows that are not used for training.
         device: Device of the rank.
         selection: Metrics of the run.
@@ -160,6 +160,9 @@ def evaluate_shrunk(
 
     Returns:
         Metrics and curves as returned by `evaluate`, and the best factor.
+
+    Raises:
+        RunError: As for `evaluate`.
     """
     weight: Any = step.head.model.shrunk
     figure, original, results = selection.best(None), weight.detach().clone(), []
@@ -202,6 +205,9 @@ class EarlyStopping:
 
     Attributes:
         restores: True if the weights of the best evaluation are restored at the end.
+
+    Raises:
+        ConfigError: The metric in `section` does not exist, or its values cannot be ranked.
     """
 
     def __init__(self, section: EarlyStoppingSection | None, progress: Progress, device: torch.device):

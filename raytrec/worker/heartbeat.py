@@ -110,7 +110,7 @@ class Heartbeat:
             raise RunError("the driver has abandoned this worker group", where=f"rank {self._rank}")
 
     def close(self) -> None:
-        """Stop the heartbeat, and tell the coordinator that this rank has finished its work."""
+        """Stop the heartbeat, and tell the coordinator that this rank has finished its work; wait at most 5 s."""
         self._over.set()
         self._thread.join(5)
 

@@ -18,6 +18,9 @@ def train_worker(task: WorkerTask) -> None:
     """Train, evaluate and save as one rank of a Ray Train worker group.
 
     If an earlier group of the same run was interrupted, training resumes from its newest checkpoint.
+
+    Raises:
+        Exception: As for `WorkerContext.enter`, Trainer and `Trainer.run`, including the signal messages.Restart.
     """
     from raytrec.worker.trainer import Trainer
 
@@ -25,7 +28,10 @@ def train_worker(task: WorkerTask) -> None:
 
 
 def evaluate_worker(task: WorkerTask) -> None:
-    """Evaluate the task's checkpoint on its dataset "test", as one rank of a Ray Train worker group."""
+    """Evaluate the task's checkpoint on its dataset "test", as one rank of a Ray Train worker group.
+
+    The metrics are reported to the driver. Errors are those of `WorkerContext.enter`, `load_step` and `evaluate`.
+    """
     from raytrec.metrics.selection import Selection
     from raytrec.worker.build import load_step
     from raytrec.worker.evaluate import evaluate
@@ -45,7 +51,8 @@ def evaluate_worker(task: WorkerTask) -> None:
 def check_worker(task: WorkerTask) -> None:
     """Compare sharded training with training in a single process, and report the findings to the driver.
 
-    The tables are shrunk for the comparison; the plan is computed for their full size.
+    The tables are shrunk for the comparison; the plan is computed for their full size. Errors are those of
+    `WorkerContext.enter` and `build_step`.
     """
     from raytrec.checks.parity.compare import compare, shrink
     from raytrec.embeddings.sharding import describe_plan

@@ -136,7 +136,7 @@ class SkipNonfiniteOptimizer(OptimizerWrapper):
         head.register_forward_hook(self._after_head)
 
     def step(self, closure: Any = None) -> None:
-        """Step the optimizer if the loss of the last forward pass was finite on all ranks."""
+        """Step the optimizer if the loss of the last training forward pass was finite on all ranks."""
         if self._bad_copy is None or not self._bad_copy.wait():
             super().step(closure)
 
@@ -185,7 +185,7 @@ def make_loss_error(
     """Write this rank's part of the batch of a step whose loss is not finite (see `dump`), and return the error.
 
     The error names the folder, or states why nothing was written. If `batch` is None, the batch is no longer in
-    memory. `step` is counted from 1.
+    memory. `step` is counted from 1; the other arguments are those of `dump`. No error of writing is raised.
     """
     batch_text, inspect = "its batch is no longer in memory", ""
     try:
@@ -238,6 +238,9 @@ def dump(batch: Batch, schema: Schema, folder: str, step: int, rank: int, sequen
         step: Step of the batch, used in the file's name.
         rank: Rank of this process, used in the file's name.
         sequences: Features that are looked up id by id, most recent id first; they are written oldest id first.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     batch = batch.to(torch.device("cpu"))
     real = batch.weights > 0

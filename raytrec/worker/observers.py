@@ -50,7 +50,7 @@ class RankRecorder(Observer):
 
     With early stopping, a line is also reported at multiples of train.eval_every_steps, where training may end. A line
     contains the time spent in each phase, the machine's load, and statistics of this rank's shards
-    (docs/monitoring.md). At most MAX_RECORDED_RANKS ranks report.
+    (docs/monitoring.md). Only the ranks of tracking.history.select_recorded_ranks report.
     """
 
     def __init__(self, run: RankRun, statistics: Statistics):
@@ -190,13 +190,18 @@ class StepProfiler(Observer):
 
     def __init__(self, run: RankRun):
         config = run.context.task.config
-        self._context, self._progress, self._steps = run.context, run.progress, config.train.profile.range
+        steps = config.train.profile.range
+        self._context, self._progress = run.context, run.progress
+        self._steps = steps[: max(0, run.last_step + 1 - steps.start)]
         self._folder = Path(str(config.run.dir)) / PROFILE_FOLDER
         self._profile: profile | None = None
         self._first = 0  # first step of the profile
 
     def begin(self) -> None:
-        """Start the profile if it begins with the first step."""
+        """Start the profile if it begins with the first step; warn if it begins after the last one."""
+        if not self._steps:
+            text = "no profile is written, because train.profile.steps begins after the last step of the run"
+            self._context.report(messages.Warn(text=text))
         self._start_before(self._progress.step + 1)
 
     def after_step(self, rows: int) -> None:
@@ -222,7 +227,7 @@ class StepProfiler(Observer):
             if context.device.type == "cuda":
                 save_memory(self._folder / f"{name}.pickle")
         except (OSError, RuntimeError) as error:
-            text = f"the profile of rank {context.index} could not be written: {error}"
+            text = f"the profile of rank {context.index} could not be written to {self._folder}: {error}"
             context.report_from_any_rank(messages.Warn(text=text))
         else:
             last = self._progress.step

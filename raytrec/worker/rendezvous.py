@@ -37,7 +37,10 @@ class OwnAddressBackend(Backend):
     share_cuda_visible_devices = True  # as in the original torch backend
 
     def on_start(self, worker_group: Any, backend_config: OwnAddressConfig) -> None:
-        """Prepare the addresses and GPUs of all workers, then start the original torch backend."""
+        """Prepare the addresses and GPUs of all workers, then start the original torch backend.
+
+        Errors of `prepare_gpu` are raised in Ray's wrapper of task errors.
+        """
         worker_group.execute(listen_on_own_address)
         if backend_config.backend == "nccl":
             worker_group.execute(prepare_gpu)

@@ -86,6 +86,8 @@ class Statistics:
     def collect(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of each table since the last call, and discard the records of the probed step.
 
+        If `of_ids` is a collective operation, every rank must call this method.
+
         Returns:
             Table → name of a statistic (docs/monitoring.md) → number, bool, text, list of counts; None if undefined.
         """

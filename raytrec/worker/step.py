@@ -99,7 +99,7 @@ class Step:
     Between two segments, no batch is in flight, and the model can be evaluated. Between two steps of a segment, the
     model can be saved: only the exchange of the next ids and, with `prefetch`, the fetch of their rows have begun,
     which change no weights. If maps of managed ids are then ahead of the tables (`is_map_ahead`), the pipeline must be
-    drained before a save.
+    drained before a save. Every rank must run the same steps and evaluations, which contain collectives.
 
     Args:
         model: Sharded model.

@@ -36,6 +36,9 @@ class Trainer:
 
     Args:
         context: Context of the rank.
+
+    Raises:
+        Exception: As for `build_step`, `begin_or_resume`, Selection and EarlyStopping.
     """
 
     def __init__(self, context: WorkerContext):
@@ -81,8 +84,8 @@ class Trainer:
 
         Raises:
             messages.Restart: The coordinator requests another worker group; raised after a last save.
-            RunError: A loss or the saved state was not finite, a live check that is set to stop has failed, or an
-                evaluation did not read each row once.
+            RunError: A loss or the saved state was not finite, a live check that is set to stop has failed, an
+                evaluation did not read each row once, or the checkpoint of the best step cannot be loaded.
         """
         context, progress = self._context, self._progress
         try:
@@ -159,7 +162,8 @@ class Trainer:
             *_, progress.deep_share = evaluate_shrunk(self._step, self._valid, self._context.device, self._selection)
             shrink(self._step, progress.deep_share)
         self._checkpoints.finish(again=progress.deep_share is not None or best is not None)
-        self._stopping.report(self._context)
+        if progress.step < self._total:
+            self._stopping.report(self._context)
 
     def _report_result(self) -> None:
         """Evaluate the test data (validation data if there is none), if any, and report all metrics of the run."""

@@ -29,9 +29,11 @@ from waiting import wait_for
 
 import raytrec.common.storage
 from raytrec.checkpoint import index, rawfile, storage
+from raytrec.checkpoint.files import find
 from raytrec.checkpoint.index import INDEX, CheckpointError, read_index
 from raytrec.checkpoint.storage import ShardReader, ShardWriter
 from raytrec.common import reading
+from raytrec.common.errors import DataError, RunError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 BLOCK = 64  # bytes; small tensors span several blocks
@@ -332,6 +334,17 @@ def test_checkpoints_do_not_use_pickle(saved_checkpoint, monkeypatch):
             pickletools.dis(path.read_bytes(), out=io.StringIO())
 
 
+def test_find_reports_a_file_in_place_of_a_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"cannot be listed.*Not a directory"):
+        find(tmp_path / "file")
+
+
+def test_load_reports_an_invalid_path():
+    with pytest.raises(DataError, match="cannot open the path"):
+        storage.load("unknown://bucket/checkpoint", {"a": torch.zeros(1)})
+
+
 def test_save_rejects_unsupported_values(small_blocks, tmp_path):
     assert "'a' is not a tensor" in get_failure(save_alone, tmp_path / "c", {"a": 3, "b": torch.zeros(2)}).what
     assert "complex64" in get_failure(save_alone, tmp_path / "c", {"a": torch.zeros(2, dtype=torch.complex64)}).what
@@ -568,7 +581,7 @@ def test_object_store_requests_are_retried(small_blocks, tmp_path, monkeypatch):
     store.left = 99
     with pytest.raises(CheckpointError, match="503 slow down") as error:
         read_index("store://bucket/c")
-    assert "after 4 failed attempts" in error.value.expected
+    assert "up to 4 attempts" in error.value.expected
     store.left = 0
     checkpoints.flip_lowest_bit(tmp_path / "bucket/c/a-00000.bin", 70)
     assert "tensor a, bytes 64 to 127" in get_failure(load_alone, "store://bucket/c", tensors).where

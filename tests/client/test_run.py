@@ -4,13 +4,15 @@ import inspect
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from threading import RLock
 from types import SimpleNamespace
 
 import pytest
 
 from raytrec.client.job_run import JobApi, JobRun
 from raytrec.client.notebook import Page, Pictures, render_curves, render_progress
-from raytrec.client.ray_client import ClientRun
+from raytrec.client.ray_client import ClientRun, Connection
 from raytrec.client.run import Run
 from raytrec.common.errors import RunError
 from raytrec.common.messages import Eval, Start, Train
@@ -75,7 +77,7 @@ def test_wait_returns_the_result_or_raises():
         run.wait()
     with pytest.raises(RunError, match="the run was stopped"):
         FakeRun().take(state="stopped").wait()
-    with pytest.raises(RunError, match="still running after 0 s"):
+    with pytest.raises(RunError, match="the run has not ended after 0 s"):
         FakeRun().take().wait(timeout=0)
 
 
@@ -173,10 +175,10 @@ def test_job_without_a_run_has_no_folder():
 
 def test_predict_starts_a_job_and_returns_its_result():
     jobs = FakeJobs(START_LOG)
-    options = {"columns": ["a", "b"], "workers": None, "overrides": {"data.readers": 2}}
+    options = {"columns": ["a", "b"], "workers": None, "allow_code": True, "overrides": {"data.readers": 2}}
     figures = JobRun(jobs, "mine-1").predict("data/valid", "out", **options)
     assert figures == {"eval.auc": 0.75}
-    words = "--set data.readers=2 --data data/valid --out out --columns a,b"
+    words = "--set data.readers=2 --data data/valid --out out --allow-code --columns a,b"
     assert jobs.started == [f"python -m raytrec predict /runs/mine {words}"]
 
 
@@ -203,6 +205,20 @@ def test_runs_define_all_operations_that_the_base_class_leaves_open(kind):
     functions = {name: value for name, value in vars(Run).items() if inspect.isfunction(value)}
     missing = {name for name, value in functions.items() if "NotImplementedError" in value.__code__.co_names}
     assert "_ask" in missing and missing <= vars(kind).keys()
+
+
+def test_calls_over_a_lost_connection_raise_run_errors(monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("Client is shutting down.")
+
+    connection = object.__new__(Connection)
+    connection.address, connection._lock, connection._context = "ray://head:10001", RLock(), nullcontext()
+    for name in ("wait", "get"):
+        monkeypatch.setattr(f"ray.{name}", fail)
+    remote = SimpleNamespace(remote=fail)
+    for call in (connection.is_done, connection.result, lambda _: connection.start(remote)):
+        with pytest.raises(RunError, match="lost the connection to the cluster: Client is shutting down"):
+            call(None)
 
 
 def test_client_modules_import_neither_torch_nor_ray():

@@ -71,7 +71,7 @@ def test_lost_raylet_is_reported_as_observed(monkeypatch, error, text):
     [
         ("a new local cluster", "no permission", "cannot start Ray: no permission", None),
         ("a new local cluster", f"node {STARTUP_TIMEOUT_TEXT}", "cannot start Ray", "try again when"),
-        ("scaling.address=auto", "no permission", "cannot connect to Ray", "start a cluster"),
+        ("scaling.address=auto", "no permission", "cannot connect to Ray", "start the cluster"),
     ],
 )
 def test_failed_start_of_ray_blames_load_only_after_a_timeout(monkeypatch, where, error, text, do):
@@ -132,6 +132,14 @@ def test_sweep_removes_only_folders_of_dead_owners(base):
     process.communicate()
     with create_private_folder() as folder:
         assert not left.exists() and folder.exists() and other.exists(), "other folders stay"
+        sweep(base)
+        assert folder.exists()
+
+
+def test_sweep_keeps_folders_on_a_file_system_without_locks(base, monkeypatch):
+    monkeypatch.setattr(local_ray, "lock_file", lambda file: False)
+    with create_private_folder() as folder:
+        os.utime(folder, (0, 0))
         sweep(base)
         assert folder.exists()
 

@@ -141,6 +141,7 @@ def test_secrets_in_commands_and_tokens_are_hidden(text):
 
 def test_session_tags_and_numeric_tokens_are_hidden():
     tags = {"cookie": SEED, "bearer": SEED, "session": SEED, "token": 123_456_789, "team": "ads"}
+    tags["client_secret"] = 987_654_321
     assert hide_all(tags) == {name: "***" for name in tags if name != "team"} | {"team": "ads"}
     assert hide("token=123456789") == "token=***"
 

@@ -75,6 +75,8 @@ def test_lists_of_candidates_are_refused_by_their_columns(tmp_path, change):
     repeated = requests.set_column(requests.column_names.index("item"), "item", pa.array([1] * len(requests)))
     pq.write_table(repeated, tmp_path / "a.parquet")
     assert not to_example_schema(config, schema, str(tmp_path)).candidates
+    pq.write_table(requests.append_column("item", requests["item"]), tmp_path / "a.parquet")
+    assert not to_example_schema(config, schema, str(tmp_path)).candidates, "the scan reports the repeated name"
 
 
 def test_batch_keeps_candidates_in_row_order(tmp_path):

@@ -60,9 +60,12 @@ def test_dense_columns_are_scaled(tmp_path):
         assert [row["dense"][0] for row in found] == pytest.approx(expected, abs=1e-6)
     with pytest.raises(DataError, match="column 'price' contains a null"):
         read(tmp_path, {"price": [None, 1.0, 2.0]}, Schema.parse(values | {"scale": {"price": {}}}, "test"))
-    with pytest.raises(DataError, match="inf"):
+    with pytest.raises(DataError, match=r"^column 'price' contains inf"):
         spec = Schema.parse(values | {"scale": {"price": {"nulls": "mean"}}}, "test")
         read(tmp_path, {"price": [np.inf, 1.0, 2.0]}, spec)
+    with pytest.raises(DataError, match=r"^scaled column 'price' contains inf"):
+        spec = Schema.parse(values | {"scale": {"price": {"std": 1e-38}}}, "test")
+        read(tmp_path, {"price": [1e38, 1.0, 2.0]}, spec)
     for wrong, message in (({"cost": {}}, "there is no dense column 'cost'"), ({"price": {"sdt": 1}}, "mean 'std'")):
         with pytest.raises(SchemaError, match=message):
             Schema.parse(values | {"scale": wrong}, "test")

@@ -426,6 +426,37 @@ def test_timestamp_strings_are_parsed_as_times(tmp_path):
     assert days == ["2026-11-01", "2026-11-02", "2026-11-03", "2026-11-04"]
 
 
+@pytest.mark.parametrize("values", [[{"x": 1}], pa.array([["a"]], pa.large_list(pa.string()))])
+def test_side_feature_of_unsupported_type_is_rejected(tmp_path, values):
+    given = write_csv(tmp_path, make_events())
+    pq.write_table(pa.table({"what": ["1"], "place": values}), tmp_path / "items.parquet")
+    message = get_error(given[0], tmp_path / "out", *given[1:], "--item-features", tmp_path / "items.parquet")
+    assert "the side feature place has the unsupported type" in message and "items.parquet" in message
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"user": ["1", "2"], "time": [1, 2]}, "types string, int64, number, but int64, int64, number in other files"),
+        ({"user": [1, 2], "time": pa.array([1, 2], pa.timestamp("ms"))}, "int64, int64, timestamp[ms], but"),
+    ],
+)
+def test_files_with_different_types_are_rejected(tmp_path, columns, message):
+    (tmp_path / "in").mkdir()
+    pq.write_table(pa.table({"user": [1, 2], "item": [1, 2], "time": [1, 2]}), tmp_path / "in/train.parquet")
+    pq.write_table(pa.table({"item": [1, 2], **columns}), tmp_path / "in/test.parquet")
+    error = get_error(tmp_path / "in", tmp_path / "out", "--time", "time", "--negatives", 0)
+    assert message in error and "test.parquet" in error
+
+
+def test_whole_and_fractional_times_can_be_mixed(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, times in (("train", [0.5, 1.5]), ("test", [2, 3])):
+        pq.write_table(pa.table({"user": [1, 2], "item": [1, 2], "time": times}), tmp_path / "in" / f"{name}.parquet")
+    rows = prepare("interactions", tmp_path / "out", "--source", tmp_path / "in", "--time", "time", "--negatives", 0)
+    assert sorted(row["time"] for row in rows["train"]) == [0.5, 1.5]
+
+
 GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) for i in range(5))
 
 
@@ -437,7 +468,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.csv", GOOD + "7,1,x\n", ["--time", "time"], "x.csv, line 22"),
         ("x.csv", GOOD + ",1,7\n", [], "x.csv, line 22"),
         ("x.csv", GOOD + "7,1,\n", ["--time", "time"], "time is empty"),
-        ("x.csv", GOOD + "7,1,7\n", [], "1 users have fewer than 3 interactions; the first, '7', has 1"),
+        ("x.csv", GOOD + "7,1,7\n", [], "1 user with fewer than 3 interactions; the first, '7', has 1"),
         ("x.csv", GOOD, ["--min-interactions", 9], "no users and items with at least 9"),
         ("x.csv", GOOD, ["--negatives", 9], "a user has interacted with all but 0 of 5"),
         ("x.csv", GOOD, ["--rows", "user", "--max-length", 0], "--rows user --max-length 0"),
@@ -446,7 +477,7 @@ GOOD = "user,item,time\n" + "".join(f"{u},{i},{10 * u + i}\n" for u in range(4) 
         ("x.csv", "", [], "cannot parse the file"),
         ("x.txt", "1 2 3 4\n2 3 x 5\n", [], "line 2 contains 'x'"),
         ("x.txt", "1 2 3 4\n\n", [], "line 2 contains ''"),
-        ("x.txt", "1 2 3 4\n", ["--split", "time"], "name the column of times with --time"),
+        ("x.txt", "1 2 3 4\n", ["--split", "time"], "a column of times, which --time names"),
         ("x.pdf", "", [], "unknown layout of interactions"),
         ("x.parquet", "no", [], "cannot read the file"),
         ("train.txt", "1 2 3\n", [], "train.txt exists, but the test split is missing"),

@@ -213,6 +213,7 @@ def test_leave_one_out_is_deterministic_per_seed(tmp_path):
         ("x.test.rating", "0\t249\t5\t1\n", "the test item of user 0 is 249, but"),
         ("x.test.rating", "a\tb\n", "does not match the layout"),
         ("pairs.parquet", None, "contains no training pairs"),
+        ("pairs.parquet", "no", "cannot read the file"),
     ],
 )
 def test_malformed_candidate_files_are_reported(tmp_path, file, text, message):
@@ -223,6 +224,15 @@ def test_malformed_candidate_files_are_reported(tmp_path, file, text, message):
         (tmp_path / "in" / file).write_text(text)
     error = get_recipe_error(DataError, "movielens", tmp_path / "out", "--source", tmp_path / "in")
     assert message in error and file.split(".")[0] in error
+
+
+@pytest.mark.timeout(20)
+def test_users_who_have_seen_all_items_are_rejected(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/x.test.negative").write_text("(0,2)\t1\n(1,0)\t1\n")
+    (tmp_path / "in/x.train.rating").write_text("0\t0\t5\t1\n0\t1\t5\t2\n1\t1\t5\t1\n1\t2\t5\t2\n")
+    error = get_recipe_error(DataError, "movielens", tmp_path / "out", "--source", tmp_path / "in")
+    assert "no item can be drawn for user 0, who has seen all 3 items" in error
 
 
 def test_pairs_without_test_items_are_rejected(tmp_path):

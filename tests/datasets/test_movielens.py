@@ -169,7 +169,9 @@ def append(path, text):
         ("100k", lambda d: (d / "u.item").unlink(), "u.item is missing"),
         ("100k", lambda d: (d / "u.data").unlink(), "no MovieLens files found"),
         ("100k", lambda d: (d / "u.user").write_text("1|2|3\n"), "line 1 has 3 fields"),
+        ("100k", lambda d: append(d / "u.user", "\n13|x|M|job|90000\n"), "field 2 of line 14 is 'x'"),
         ("100k", lambda d: (d / "u.data").write_text("1\t2\tx\t4\n"), "cannot parse"),
+        ("1m", lambda d: (d / "movies.dat").write_text("x::Film::Comedy\n"), "field 1 of line 1 is 'x'"),
         ("32m", lambda d: append(d / "ratings.csv", ",1,5.0,880000000\n"), "a field is empty"),
         # milliseconds would mix the users' histories
         ("32m", lambda d: append(d / "ratings.csv", "2,1,5.0,880000000000\n"), "seconds since 1970"),

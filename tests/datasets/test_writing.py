@@ -40,7 +40,10 @@ def test_force_keeps_folders_not_created_by_a_recipe(tmp_path, marker):
 
 def test_source_inside_the_output_folder_is_rejected(tmp_path):
     output = Output(tmp_path, "criteo", {"source": str(tmp_path / "raw")}, force=True)
-    with pytest.raises(ConfigError, match="source is inside"):
+    with pytest.raises(ConfigError, match="--source is inside"):
+        output.is_ready()
+    output = Output(tmp_path, "interactions", {"source": "/x", "item_features": str(tmp_path / "i.csv")}, force=True)
+    with pytest.raises(ConfigError, match="--item-features is inside"):
         output.is_ready()
 
 

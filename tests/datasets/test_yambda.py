@@ -87,6 +87,27 @@ def test_all_layouts_have_the_same_events(source, tmp_path, layout):
         assert (getattr(expected, name) == getattr(actual, name)).all()
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.drop_columns(["event_type"]).append_column("event_type", pa.array(["skip"] * len(t))), "'skip'"),
+        (lambda t: t.drop_columns(["timestamp"]), "column timestamp is missing"),
+        (None, "cannot read the file"),
+    ],
+)
+def test_malformed_events_are_reported(source, tmp_path, change, message):
+    split_by_type(source, tmp_path, "sequential")
+    path = tmp_path / "flat/50m/multi_event.parquet"
+    path.parent.mkdir(parents=True)
+    if change is None:
+        path.write_text("no")
+    else:
+        pq.write_table(change(pq.read_table(source / "flat/50m/multi_event.parquet")), path)
+    with pytest.raises(DataError) as error:
+        read_events(tmp_path, "50m")
+    assert message in str(error.value) and str(path) in str(error.value)
+
+
 def test_other_layouts_are_refused(tmp_path):
     with pytest.raises(DataError, match="does not have Yambda's layout"):
         read_events(tmp_path, "50m")

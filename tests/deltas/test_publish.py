@@ -2,7 +2,9 @@
 
 import re
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import loop
 import numpy as np
@@ -14,7 +16,7 @@ from managed_ids import TABLES, managed_schema
 from ranks import run_on_ranks
 from small import SCHEMA, make_small_schema
 
-from raytrec.common.errors import ConfigError
+from raytrec.common.errors import ConfigError, DataError
 from raytrec.deltas.apply import read_delta
 from raytrec.deltas.chain import Position
 from raytrec.deltas.format import read_delta_manifest
@@ -266,6 +268,45 @@ def test_rows_with_nan_are_not_written(tmp_path):
     with pytest.raises(ValueError, match="table user contain NaN"):
         files.write_rows("rows.arrow", [RowPiece("user", torch.arange(3), 0, values)])
     assert [path.name for path in tmp_path.rglob("*.arrow")] == ["finite.arrow"]
+
+
+def test_folder_that_cannot_be_opened_does_not_end_training():
+    from raytrec.deltas.files import DeltaFiles, ManifestWriter
+    from raytrec.deltas.format import DeltaManifest, UnusableDeltaError, read_batches
+    from raytrec.deltas.publish import DeltaPublisher
+
+    folder = "deltas\0"  # raises the same DataError as a store that cannot be reached
+    assert not DeltaPublisher.lacks_export(SimpleNamespace(_folder=folder))
+    assert ManifestWriter(folder, "stream", {}, lambda: None).find_since(None, 0) == (0, None)
+    files = DeltaFiles(folder, "000000000001-a", ["user"])  # on a rank, errors in write_… end only this delta
+    with pytest.raises(DataError, match="cannot open the path"):
+        files.write_dense("dense.arrow", {})
+    files = {"rows": {"000000000001-a/rows.arrow": {"bytes": 1, "sha256": ""}}}
+    manifest = DeltaManifest(stream="", number=1, parent="", step=1, cut_unix_s=0.0, tables={}, files=files)
+    with pytest.raises(UnusableDeltaError, match="cannot open the path"):
+        next(read_batches(folder, manifest, "rows"))
+
+
+def test_reason_names_the_newest_delta_if_deltas_were_removed(tmp_path):
+    from raytrec.deltas.files import ManifestWriter
+
+    _, reason, _ = ManifestWriter(str(tmp_path), "stream", {}, lambda: None).begin(3)
+    assert reason == f"the newest delta in {tmp_path} is 0, not 3"
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_failure_of_the_last_delta_is_shown_even_after_another_failure(last):
+    from raytrec.deltas.files import DeltaOutcome
+    from raytrec.deltas.publish import DeltaPublisher
+
+    running, warnings = Future(), []
+    running.set_result(DeltaOutcome(4, "No space left on device"))
+    cut = SimpleNamespace(rows=[], ids={}, last=last)
+    publisher = SimpleNamespace(_running=running, _number=4, _cut=cut, _has_failed=last, _warn=warnings.append)
+    publisher._ids = SimpleNamespace(put_back=lambda ids: None)
+    DeltaPublisher.collect(publisher)
+    (warning,) = warnings
+    assert warning.startswith("delta 5 was not written: No space left on device; if training continues, ")
 
 
 def test_training_without_deltas_does_not_import_them(tmp_path):

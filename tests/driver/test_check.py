@@ -87,7 +87,8 @@ SABOTAGE = {
 }
 
 
-def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, capsys, is_writable):
     """The findings are made up; test_check_detects_wrong_arithmetic produces real ones."""
     limits = {"forward": 1e-6, "gradient": 1e-5}
     findings = [
@@ -103,10 +104,15 @@ def test_failed_check_prints_and_stores_its_findings(tmp_path, monkeypatch, caps
     monkeypatch.setattr(check, "open_session", lambda config: nullcontext())
     (tmp_path / "schema.yaml").write_text(parquet.SCHEMA_YAML)
     (tmp_path / "run.json").write_text(json.dumps(settings(tmp_path, tmp_path)))  # JSON is YAML
+    if not is_writable:
+        (tmp_path / "check/check.json").mkdir(parents=True)
     with patch("raytrec.cluster.session.warm_up_early"), pytest.raises(SystemExit) as ended:
         main(["check", str(tmp_path / "run.json")])
     assert ended.value.code == 1
     said = capsys.readouterr()
+    if not is_writable:
+        assert "error: cannot write the folder of the check: Is a directory" in said.err
+        return
     assert "FAIL  tags (pooled embeddings): relative error 5.0e-01, limit 1e-06" in said.out
     assert "FAIL  tag (gradient): relative error not finite, limit 1e-05" in said.out
     kept = json.loads((tmp_path / "check/check.json").read_text())

@@ -44,7 +44,7 @@ def test_coordinator_names_the_rank_that_others_wait_for():
     assert found.startswith("rank 1 (pid 101 on 10.0.0.1) has made no progress for 8 s at step 57, computing")
     assert "forward, mine/model.py:3" in found and "rank 0 waits at wait, distributed" in found
     found = describe_hang(waits, waits, (9, 57, "step", "", False), silent_s={2: 8})
-    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs: no heartbeat for 8 s")
+    assert found.startswith("rank 2 (pid 102 on 10.0.0.1) hangs or has ended: no heartbeat for 8 s")
     assert describe_hang(waits, (8, 56, "step", "wait, distributed/x.py:1", True)).startswith("rank 1")
     assert describe_hang(waits, waits).startswith("all ranks have waited for each other for 8 s; rank 0")
     assert describe_hang(waits, (9, 56, "data", "", False)) is None, "reading may take longer"
@@ -100,5 +100,5 @@ def test_long_heartbeat_interval_is_not_silence():
 
     late = compute_heartbeat_interval(1024) * 1.5
     assert late >= 3.0 and "no heartbeat" not in found(1024, late)
-    assert "rank 0 (pid 100 on 10.0.0.1) hangs: no heartbeat for 3 s" in found(4, late + 0.1)
-    assert "rank 700 (pid 800 on 10.0.0.1) hangs: no heartbeat for 8 s" in found(1024, late, dead=700)
+    assert "rank 0 (pid 100 on 10.0.0.1) hangs or has ended: no heartbeat for 3 s" in found(4, late + 0.1)
+    assert "rank 700 (pid 800 on 10.0.0.1) hangs or has ended: no heartbeat for 8 s" in found(1024, late, dead=700)

@@ -117,3 +117,19 @@ def test_failed_evaluation_after_early_stop_gives_advice(tiny_data, tmp_path, mo
         driver.train(settings(bad, run))
     assert f"all {LAST_STEP} steps are trained and saved" in error.value.do
     assert "`raytrec evaluate run --set data.on_error=skip`" in error.value.do
+
+
+def test_target_that_the_last_step_reaches_does_not_end_the_run_early(tiny_data, tmp_path, capfd):
+    """No line reports an early end, and a profile that begins after the last step is not announced."""
+    last = {
+        "train__epochs": 1,
+        "train__eval_every_steps": 100,
+        "train__early_stopping": {"metric": "auc", "target": 0.0, "restore_best": True},
+        "train__profile": {"steps": "900..901"},
+    }
+    run = driver.train(settings(tiny_data, tmp_path / "run", **last))
+    assert run.metrics["train.ended"].startswith("auc reached") and run.metrics["train.steps"] == 16
+    assert read_json_lines(run.path / "events.jsonl", "ended early") == []
+    shown = capfd.readouterr().err
+    assert "no profile is written, because train.profile.steps begins after the last step of the run" in shown
+    assert "ends early" not in shown and not (run.path / "profile").exists()

@@ -8,6 +8,7 @@ from small import make_small_schema
 
 from raytrec import cli
 from raytrec.common.errors import ConfigError
+from raytrec.driver import preflight
 from raytrec.driver.preflight import plan
 
 
@@ -60,6 +61,13 @@ def test_plan_chooses_smallest_and_cheapest_cluster(folder, capsys):
     per_hour = {each["name"]: each["price_per_hour"] for each in found["chosen"]}
     assert per_hour == {"2x1xh100-sxm": 12, "1x4xl40s": 30, "1x8xl4": 8, "1x8xa100-80": 30}
     assert all(each["fits"] and each["time"]["rows_per_s"] > 0 for each in found["chosen"])
+
+
+def test_plan_fails_if_no_known_machine_fits(folder, monkeypatch, capsys):
+    machines = {"1xl4": preflight.MACHINES["1xl4"]}
+    monkeypatch.setattr(preflight, "MACHINES", machines)
+    assert run(folder / "config.yaml", "plan.tables={t0: {ranks: [9999]}}", "--on", "any") == 1
+    assert "the run fits on none of the machine types" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -100,8 +100,8 @@ def test_hanging_worker_is_detected_and_named(undisturbed, tiny_data, tmp_path):
     disturbed = driver.train(settings(tiny_data, tmp_path / "run", scaling__hang_timeout_s=6))
     stopper.join()
     (hang,) = events(tmp_path / "run", "hang")
-    assert "hangs: no heartbeat" in hang["cause"] and "at step" in hang["cause"]
-    assert "waits at" in hang["cause"]
+    assert "hangs or has ended: no heartbeat" in hang["cause"] and "at step" in hang["cause"]
+    assert "; rank " in hang["cause"]
     assert_same_result(undisturbed, disturbed)
 
 

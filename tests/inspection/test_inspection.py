@@ -454,7 +454,8 @@ def test_inspect_rejects_max_rows_below_one(rows, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "out,what", [("there.yaml", "the file exists"), ("no/x.yaml", "folder does not exist"), (".", "is a folder")]
+    "out,what",
+    [("there.yaml", "the file exists"), ("no/x.yaml", "there is no folder with this path"), (".", "is a folder")],
 )
 def test_inspect_checks_the_output_path_before_reading(out, what, tmp_path, monkeypatch):
     (tmp_path / "there.yaml").write_text("")

@@ -294,6 +294,11 @@ def test_unknown_metric_is_rejected(tmp_path, monkeypatch, reference, text):
         find_metric(reference)
 
 
+def test_decorated_function_is_rejected():
+    with pytest.raises(ConfigError, match="<lambda> is not a metric"):
+        metric("hits")(lambda outputs: outputs)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "text"),
     [

@@ -230,6 +230,8 @@ def test_unknown_machine_error_suggests_nearest_name():
         parse_cluster("0x8xh200")
     with pytest.raises(ConfigError, match="the number of GPUs is 0"):
         parse_cluster("0x48gib")
+    with pytest.raises(ConfigError, match="the number of GiB per GPU is 0"):
+        parse_cluster("2x4x0gib")
 
 
 @pytest.mark.parametrize(

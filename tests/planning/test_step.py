@@ -236,6 +236,12 @@ def test_rates_round_trip_through_json():
     assert Rates.from_json(rates.to_json(), "test") == rates
 
 
+@pytest.mark.parametrize("part", ["matrix", "latency_s", "bandwidth"])
+def test_rates_reject_missing_keys(part):
+    with pytest.raises(ConfigError, match=f"the keys of {part} are not"):
+        make_rates(**{part: {"fp32": 1e9, "all_to_all": 1e9}})
+
+
 def test_rates_reject_unknown_keys():
     with pytest.raises(ConfigError, match="peers_s"):
         make_rates(peers_s=0)

@@ -96,3 +96,14 @@ def test_transforms_that_only_make_labels_are_skipped():
     assert select_needed_transforms(given, ["label", "price"])[:2] == given[:2]
     mine = load_transforms({"do": "os:getcwd", "reads": ["rating"], "writes": ["label"]})
     assert select_needed_transforms(mine, ["price"]) == () and select_needed_transforms(mine, ["label"]) == mine
+
+
+def test_ambiguous_and_incomplete_carried_columns_are_reported(file):
+    repeated = TABLE.select(["id", "text"]).append_column("text", TABLE["city"])
+    pq.write_table(repeated, file)
+    with pytest.raises(DataError, match="column text exists more than once") as error:
+        CarriedColumns(("id", "text")).schema(file)
+    assert error.value.where == file and "--columns" in error.value.do
+    made = load_transforms({"do": "hash", "columns": ["price"], "rows": 9, "into": ["hashed"]})
+    with pytest.raises(DataError, match="column price does not exist"):
+        CarriedColumns(("id", "hashed"), made).schema(file)

@@ -216,7 +216,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
     refused(DataError, "no Parquet files", data=tmp_path / "text")
     refused(ConfigError, "contains other files, such as a.csv", out=tmp_path / "text")
     other = parquet.write_split(tmp_path / "other", 500, 4)
-    refused(ConfigError, f"predictions of different rows, from {data}", data=other)
+    refused(ConfigError, f"predictions of other files, or with other transforms: {data}", data=other)
     with PredictionFolder(str(out)).hold():
         refused(RunError, "another process is writing to this folder")
 

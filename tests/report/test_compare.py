@@ -13,6 +13,7 @@ from raytrec.common.errors import RunError
 from raytrec.common.messages import Train
 from raytrec.report.compare import compare, print_table, write
 from raytrec.report.figures.learning import draw_overlay
+from raytrec.report.report import build
 
 
 def record_changed_run(folder, name, config=CONFIG_YAML, **result):
@@ -111,6 +112,15 @@ def test_compare_refuses_folders_that_are_not_runs(two_runs, tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunError, match="no files of a run"):
         compare([two_runs[0], tmp_path / "empty"])
+
+
+def test_unreadable_file_of_a_run_is_an_error_for_users(two_runs, tmp_path):
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(CONFIG_YAML)
+    for command in (lambda: compare([two_runs[0], tmp_path / "run"]), lambda: build(tmp_path / "run")):
+        with pytest.raises(RunError, match="a file of the run cannot be read: the path is a folder") as error:
+            command()
+        assert error.value.where == str(tmp_path / "run")
 
 
 def test_compare_command_prints_and_writes_differences(two_runs, tmp_path, capsys):

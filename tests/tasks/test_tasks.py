@@ -80,6 +80,7 @@ def test_label_ranges_satisfy_all_tasks(tasks, expected):
 
 THREE_CLASSES = {"loss": "cross_entropy", "options": {"classes": 3}}
 MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "label": "watched s", "mask": "a"}]
+MASKED_BY_OWN_MASK = [MASK_CYCLE[0], {"name": "b", "label": "watched s", "mask": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,8 @@ MASK_CYCLE = [{"name": "a", "label": "clicked", "mask": "b"}, {"name": "b", "lab
         ([{"loss": "own_parts:Focal", "options": {"gama": 2}}], SCHEMA, ["keyword argument 'gama'"]),
         ([{"loss": "bce", "options": {"gamma": 2}}], SCHEMA, ["tasks[0].options"]),
         ([{"mask": "y"}], SCHEMA, ["task y is its own mask", "tasks[0].mask"]),
-        (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a"]),
+        (MASK_CYCLE, TWO_LABELS, ["masks of tasks form a cycle: a → b → a", "tasks[0].mask"]),
+        (MASKED_BY_OWN_MASK, TWO_LABELS, ["task b is its own mask", "tasks[1].mask"]),
         ([{"loss": "mse", "positive_weight": 2}], SCHEMA, ["positive_weight is 2, but the loss mse has no positives"]),
         ([{**THREE_CLASSES, "positive_weight": 2}], SCHEMA, ["tasks[0].positive_weight"]),
         ([{"loss": "poisson", "negatives_kept": 0.5}], SCHEMA, ["negatives_kept is 0.5, but the logits of loss pois"]),

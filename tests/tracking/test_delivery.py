@@ -255,6 +255,13 @@ def test_delivery_reports_invalid_lines_as_the_reason(make_delivery, tmp_path):
     assert lost.startswith(f"MLflow lacks 19 records ({METRICS} contains an invalid line: "), lost
 
 
+def test_delivery_drops_lines_without_a_time(make_delivery, tmp_path):
+    (tmp_path / METRICS).write_text('{"kind": "train", "step": 1, "loss": 0.5}\n')
+    delivery, _ = make_delivery()
+    lost = delivery.finish("FINISHED", 0)
+    assert lost == f"MLflow lacks 1 record ({METRICS} contains an invalid line: missing key 'unix_s')"
+
+
 def test_delivery_does_not_blame_a_past_outage_for_invalid_lines(make_delivery, tmp_path, monkeypatch):
     from requests.exceptions import ConnectionError
 

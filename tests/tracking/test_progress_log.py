@@ -49,6 +49,14 @@ def test_console_messages_are_parsed_as_written(job_console):
     ]
 
 
+@pytest.mark.parametrize(("command", "text"), [("STOP", "saving a checkpoint"), ("RESTART", "asking the workers")])
+def test_only_a_stop_announces_a_checkpoint(job_console, command, text):
+    """Evaluations and predictions, which may be restarted as well, save no checkpoint."""
+    console, out = job_console
+    console.event(event="asked", command=command, reason="a reason")
+    assert f"a reason: {text}" in out()
+
+
 @pytest.mark.parametrize(("failed_step", "outcome"), [(None, "checkpoint saved"), (7, "checkpoint not saved")])
 def test_stop_reports_failed_save(job_console, failed_step, outcome):
     console, out = job_console

@@ -145,8 +145,9 @@ def test_intervals_of_long_runs_are_merged_without_loss(tmp_path, monkeypatch):
 
 
 def test_check_run_folder_refuses_other_folders(tmp_path):
-    with pytest.raises(RunError, match="the run folder does not exist"):
-        check_run_folder(tmp_path / "nowhere")
+    for place in (tmp_path / "nowhere", "~no-such-user/run", "x" * 300):
+        with pytest.raises(RunError, match="the run folder does not exist"):
+            check_run_folder(place)
     with pytest.raises(RunError, match="no files of a run") as error:
         check_run_folder(tmp_path)
     assert error.value.do

@@ -128,6 +128,7 @@ def test_tune_refuses_an_invalid_configuration(tiny_data, tmp_path, changes, err
         ({"space": None}, "a search requires a config and a space"),
         ({"space": "/nowhere.yaml"}, "cannot read the search space: No such file"),
         ({"resume": "/nowhere"}, "--resume cannot be combined with CONFIG"),
+        ({"resume": "/nowhere", "metric": "auc", "grace_steps": 0}, "CONFIG, --space, --metric, --grace-steps"),
     ],
 )
 def test_tune_refuses_invalid_options(tiny_data, tmp_path, options, mistake):

@@ -46,7 +46,10 @@ class SameEnvironment(Check):
 
 
 def _excerpt_around_difference(one: str, other: str) -> list[str]:
-    """Return an excerpt of each text around the first character at which the texts differ."""
+    """Return an excerpt of each text around the first character at which the texts differ.
+
+    An excerpt has at most MAX_VALUE_CHARS characters of the text, with "…" where text is omitted.
+    """
     same = [*takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))]
     start = max(0, len(same) - MAX_VALUE_CHARS // 3)
     end = start + MAX_VALUE_CHARS
@@ -96,10 +99,11 @@ class Replicas(Check):
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a hash of a tensor's bits and their order, computed on the tensor's device: int64 scalar.
 
-    The hash is Σ bits × a random odd multiplier for the position, mod 2⁶⁴ (vector multiply-shift hashing,
-    Dietzfelbinger 1996). A single differing value of at most 4 bytes always changes the hash, because an odd
-    multiplier has an inverse. Other differences change the hash with a probability of at least 1 − 2⁻³². A value of
-    8 bytes is hashed as two values of 4 bytes, so that high bits cannot cancel.
+    The hash of a chunk is Σ bits × a pseudorandom odd multiplier for the position, mod 2⁶⁴ (vector multiply-shift
+    hashing, Dietzfelbinger 1996). The hashes of chunks are the coefficients of a polynomial in HASH_MULTIPLIER. A
+    single differing value of at most 4 bytes always changes the hash, because an odd multiplier has an inverse. For
+    random multipliers, other differences change the hash with a probability of at least 1 − 2⁻³². A value of 8 bytes
+    is hashed as two values of 4 bytes, so that high bits cannot cancel.
     """
     flat = tensor.detach().reshape(-1).contiguous()
     bits = flat.view(INTEGER_DTYPES[flat.element_size()])

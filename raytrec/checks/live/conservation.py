@@ -16,14 +16,15 @@ MAX_SHOWN_RANKS = 8  # maximum number of ranks whose counts are listed in a prob
 
 @dataclass(frozen=True)
 class IdCounts:
-    """Steps, ids and rows on one rank; ids and rows are counted since the taps were created (embeddings.taps).
+    """Steps, ids and rows according to one rank; ids and rows are counted since the taps were created.
 
     Attributes:
         step: Number of training steps completed.
         batch_step: Step of the last batch, counted from 0; None if unknown.
-        sent: Feature → number of ids in the rank's part of the batches, as counted by Taps.sent.
-        looked_up: Feature → number of ids that the rank's kernels looked up.
+        sent: Feature → number of ids in the rank's part of the batches, as counted by embeddings.taps.Taps.sent.
+        looked_up: Feature → number of ids that the rank's kernels looked up, once per column shard.
         rows: Number of rows in the rank's part of the batches.
+        expected_rows: Number of rows over all ranks in the batches; None if rows may be skipped.
     """
 
     step: int
@@ -31,6 +32,7 @@ class IdCounts:
     sent: dict[str, int]
     looked_up: dict[str, int]
     rows: int
+    expected_rows: int | None = None
 
     @property
     def is_behind(self) -> bool:
@@ -65,7 +67,7 @@ class Conservation(Check):
         is_consistent = not mismatches and not lost and position.expected_rows in (None, rows)
         problems: list[str] = []
         if not (peers.is_same_on_all((position.step, position.expected_rows)) and is_consistent):
-            problems = self._problems(peers.objects(counts), lost, position.expected_rows)
+            problems = self._problems(peers.objects(counts), lost)
         summary = f"all ids were received ({format_count(sum(sent), 'id')})"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
@@ -76,7 +78,7 @@ class Conservation(Check):
             for feature, count in zip(lookup.features, lookup.received.tolist(), strict=True):
                 looked_up[feature] += count
         sent = dict(zip(taps.features, taps.sent.tolist(), strict=True))
-        return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows))
+        return IdCounts(position.step, position.batch_step, sent, looked_up, int(taps.rows), position.expected_rows)
 
     def _has_copy_mismatch(self, feature: str, counts: IdCounts) -> bool:
         """Return True if a rank looked up too many or too few ids in its copy of a replicated table."""
@@ -87,11 +89,13 @@ class Conservation(Check):
         weight = self.run.tables[self.run.schema.sparse[feature].table].weight
         return 0 if weight.replicated else len({shard.columns.start for shard in weight.shards if len(shard.rows)})
 
-    def _problems(self, of_ranks: list[IdCounts], lost: list[str], expected_rows: int | None) -> list[str]:
+    def _problems(self, of_ranks: list[IdCounts], lost: list[str]) -> list[str]:
+        """Describe lost ids and rows, and deviating steps; ranks that expect different rows are all described."""
         problems, rows = _describe_step_mismatches(of_ranks), [counts.rows for counts in of_ranks]
-        if expected_rows not in (None, sum(rows)):
-            expected = f"the batches have {expected_rows:,} rows"
-            problems.append(f"{expected}, but {sum(rows):,} were trained (by rank: {_list_counts(rows)})")
+        for expected in dict.fromkeys(counts.expected_rows for counts in of_ranks):
+            if expected not in (None, sum(rows)):
+                trained = f"{sum(rows):,} were trained (by rank: {_list_counts(rows)})"
+                problems.append(f"the batches have {expected:,} rows, but {trained}")
         for feature, spec in self.run.schema.sparse.items():
             where = f"table {spec.table}, feature {feature}"
             problems += [

@@ -72,7 +72,7 @@ def select_bags(
     """Select the bags of some rows, and the longest bag; bags of more than `LONGEST_BAG` ids are omitted.
 
     Args:
-        key: Ids and bags of the feature.
+        key: Ids and bags of the feature, in CPU memory.
         first: Rows of the batch whose bags are selected, int64 [n]; if there are none, no bag is selected.
         mean: True if the feature is mean-pooled.
         device: Device of the result.

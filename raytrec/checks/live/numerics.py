@@ -29,11 +29,11 @@ DENSE = "dense layers'"
 
 @check("finite")
 class Finite(Check):
-    """Check that no weight or optimizer state is NaN or infinite.
+    """Check that no sampled weight or optimizer state is NaN or infinite.
 
     Every evaluation reads all dense layers and, in turn, at most SAMPLED_ROWS_PER_SHARD rows of each shard of a table.
-    All values are checked before a checkpoint is saved (checkpoint/save.py). Buffers that contain NaN or infinity by
-    design are ignored.
+    After a probed step, weights of rows that the step looked up are added (`sample_weights`). All values are checked
+    before a checkpoint is saved (checkpoint/save.py). Buffers that contain NaN or infinity by design are ignored.
     """
 
     do = (
@@ -57,7 +57,7 @@ class Finite(Check):
     def sizes(self, probed: bool) -> dict[str, float]:
         """Return max |value| by name for this rank's dense layers and a sample of the rows of its table shards.
 
-        Optimizer state is included. The maximum is NaN if a value is not finite.
+        Optimizer state is included. The maximum is NaN if a value is not finite. The next call reads another sample.
         """
         weights = sample_weights(self.run, self._turn, probed)
         state = [
@@ -90,9 +90,12 @@ class Sizes:
 class Numerics(Check):
     """Check of the magnitudes of weights and gradients, and of the ratio of predicted to actual rates.
 
-    A magnitude must not exceed MAX_GROWTH times its median over up to HISTORY earlier evaluations, of which there must
-    be WARMUP_EVALUATIONS. For weights, the median counts as at least MIN_USUAL_MAGNITUDE. Every evaluation reads all
-    dense layers, and a sample of each shard. Gradients, which must also be finite, are only checked after probed steps.
+    A magnitude is the largest |value| of a table or of a tensor of the dense layers, or the norm of the whole gradient.
+    It must not exceed MAX_GROWTH times its median over up to HISTORY earlier evaluations, of which there must be at
+    least WARMUP_EVALUATIONS. For weights, the median counts as at least MIN_USUAL_MAGNITUDE. Every evaluation reads all
+    dense layers, and a sample of each shard. Gradients are only checked after probed steps. They must also be finite,
+    unless `train.on_nan: skip` has skipped the step. From step MIN_RATIO_STEP, ratios of rates must be within
+    RATIO_BOUNDS (`_describe_drift`).
     """
 
     do = (
@@ -111,7 +114,7 @@ class Numerics(Check):
         return self.judge(self.sizes(position, probed), position.step)
 
     def judge(self, local_sizes: Sizes, step: int) -> Outcome:
-        """Return the outcome for all ranks, given the magnitudes on this rank.
+        """Return the outcome for all ranks, given the magnitudes on this rank, and record them for later calls.
 
         This is a collective operation: every rank must call it.
 
@@ -204,7 +207,8 @@ class Numerics(Check):
 def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Iterator[str]:
     """Yield a description of each ratio of predicted to actual rates that is outside RATIO_BOUNDS.
 
-    Ratios that chance can explain, i.e. within MAX_SIGMAS standard deviations of 1, are ignored.
+    Ratios that chance can explain, i.e. within MAX_SIGMAS standard deviations of 1, are ignored. So are ratios that
+    are unknown or have no positives.
     """
     for key, (ratio, positives) in ratios.items():
         if ratio is None or not positives:
@@ -218,10 +222,11 @@ def _describe_drift(ratios: dict[str, tuple[float | None, float | None]]) -> Ite
 
 
 def sample_weights(run, turn: int, probed: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return pairs (name, values) of the dense layers, and of some rows of this rank's shards.
+    """Return pairs (name, values) of the weights of some rows of this rank's shards, and of the dense layers.
 
-    The rows of shards that are not read completely (see `sample`) differ from turn to turn. After a probed step, some
-    of the rows that the step looked up are added. Buffers that contain NaN or infinity by design are omitted.
+    All parts of a table have the same name. The rows of shards that are not read completely (see `sample`) differ from
+    turn to turn. After a probed step, some of the rows that the step looked up are added. Buffers that contain NaN or
+    infinity by design are omitted.
     """
     looked_up = _sample_looked_up_rows(run.taps.lookups) if probed else {}
     named = []
@@ -255,7 +260,10 @@ def compute_max_magnitudes(tensors: list[tuple[str, torch.Tensor]]) -> dict[str,
 
 
 def _sample_looked_up_rows(lookups: list[Lookup]) -> dict[str, list[torch.Tensor]]:
-    """Return table → samples, one per feature, of the rows of this rank's shard that the probed step looked up."""
+    """Return table → samples, one per feature, of the rows of this rank's shard that the probed step looked up.
+
+    A sample has at most SAMPLED_ROWS_PER_SHARD rows, int [n], which may repeat.
+    """
     rows: dict[str, list[torch.Tensor]] = defaultdict(list)
     for lookup in lookups:
         if lookup.ids is None:

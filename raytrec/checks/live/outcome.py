@@ -34,8 +34,8 @@ class Position:
         batch_step: Step of this rank's last batch, counted from 0; None if unknown.
         expected_rows: Number of rows over all ranks in the batches trained since the taps were created; None
             if rows may be skipped.
-        figures: Metrics of the last training window, the same on all ranks; may be empty.
-        ratios: Key of each metric that should be 1 → key of the metric that counts its positives.
+        figures: Metrics of the last training window by key, the same on all ranks; None: undefined; may be empty.
+        ratios: Key in `figures` of each ratio that should be 1 → key in `figures` of its number of positives.
         about: Plain values that must be the same on all ranks; empty except at the start.
     """
 
@@ -92,7 +92,8 @@ class Check:
         name: Name in the configuration (`checks.NAME`: off, warn or stop) and in records.
         moments: Moments of evaluation: START, STEP (after a probed step) and CHECKPOINT (before a checkpoint
             is written).
-        do: Advice for the user after a failure.
+        do: Advice for the user after a failure. The word RUN stands for the run folder, and LOWER for a tenth of
+            optim.embeddings.lr.
     """
 
     name: ClassVar[str] = ""
@@ -132,7 +133,7 @@ class Check:
             step: Number of training steps completed.
             problems: Descriptions of problems; the outcome's text lists the first three and the number of others.
             good: Text of the outcome if `problems` is empty.
-            figure: Measured value; None if the check measures no value.
+            figure: Measured value; None if the check measures no value. NaN and infinity become None.
             limit: Largest value that passes; None if there is no limit.
         """
         more_text = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
@@ -142,7 +143,10 @@ class Check:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """Format ranks as words: "rank 1", "ranks 0, 2 and 3"; of more than eight ranks, the first seven are listed."""
+    """Format ranks, of which there must be at least one, as words: "rank 1", "ranks 0, 2 and 3".
+
+    Of more than eight ranks, the first seven and the number of others are listed.
+    """
     words = [str(n) for n in numbers]
     if len(words) == 1:
         return f"rank {words[0]}"
@@ -164,13 +168,17 @@ def group_by_rarity(of_ranks: Sequence[Sequence[str]]) -> list[tuple[str, str]]:
 
 
 def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[str, list[Any], list[int]]]:
-    """Return (name, values on all ranks, deviating ranks) for each value that differs; None: missing on the rank.
+    """Find the values that differ between ranks.
 
     This is a collective operation: every rank must call it. If all values are the same, only a hash is exchanged.
 
     Args:
-        local_values: This rank's plain values by name.
+        local_values: This rank's plain values by name, compared by their repr.
         peers: Ranks to compare.
+
+    Returns:
+        (name, values by rank, deviating ranks) for each value that differs, the same on all ranks. A value that is
+        missing on a rank is None.
     """
     if peers.is_same_on_all(local_values):
         return []
@@ -181,7 +189,11 @@ def find_differing(local_values: Mapping[str, Any], peers: Peers) -> list[tuple[
 
 
 def find_deviating_ranks(values: list[Any]) -> list[int]:
-    """Return the ranks whose value is not the most common one; ties favor the value of the lowest rank."""
+    """Return the ranks whose value is not the most common one; of equally common values, the lowest rank's counts.
+
+    Args:
+        values: Value of each rank, at least one; compared by their repr.
+    """
     texts = [repr(value) for value in values]  # compared as text, as in Peers.is_same_on_all
     usual = Counter(texts).most_common(1)[0][0]
     return [rank for rank, text in enumerate(texts) if text != usual]

@@ -55,7 +55,10 @@ class Parity(Check):
 
     @torch.no_grad()
     def prepare(self, batch: Batch) -> None:
-        """Compute the expected embeddings of a few bags in plain torch. Every rank must call this method."""
+        """Compute the expected embeddings of a few bags of a batch, before the step that trains it.
+
+        This is a collective operation: every rank must call it with its part of the batch, in CPU memory.
+        """
         bags = self._bags(batch)
         self._rows = self._gather_compared_rows(bags)
         values = self._gather_row_values()
@@ -230,7 +233,7 @@ class Parity(Check):
 
 
 def _bound_roundings(run: CheckedRun) -> tuple[dict[str, sharding.Rounding], ...]:
-    """Return two mappings from table to the bound on the rounding by plan.qcomms: for embeddings, and for gradients."""
+    """Return two mappings, table → bound on the rounding by plan.qcomms: of embeddings, and of gradients."""
     qcomms, world = run.config.plan.qcomms, dist.get_world_size()
     factor = sharding.choose_gradient_factor(run.config, world)
     forward, backward = {}, {}
@@ -257,8 +260,8 @@ def find_largest_error(got: torch.Tensor, expected: torch.Tensor, sizes: torch.T
         sizes: Sum of the magnitudes of each row's terms, float32 [R].
 
     Returns:
-        (error, row, column), where error is |got − expected| ÷ size, 0 if both values are NaN, or infinite if only
-        one value is NaN. (0, 0, 0) if there are no values.
+        (error, row, column), where error is |got − expected| ÷ size, with a size of at least MIN_MAGNITUDE. The error
+        is 0 if both values are equal or NaN, and infinite if only one value is NaN. (0, 0, 0) if there are no values.
     """
     if not got.numel():
         return 0.0, 0, 0

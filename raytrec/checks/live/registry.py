@@ -48,7 +48,8 @@ T = TypeVar("T", bound="type[Check]")
 def check(name: str) -> Callable[[T], T]:
     """Return a decorator that sets the name of a check class, and registers raytrec's own checks under this name.
 
-    The configuration (`checks.NAME`) and reports use this name.
+    Reports use this name, as does the configuration of raytrec's own checks (`checks.NAME`). The decorator raises a
+    ValueError if another check of raytrec has this name.
     """
 
     def register(cls: Any) -> Any:
@@ -74,7 +75,11 @@ class EnabledCheck:
 
 
 def list_builtin_checks() -> list[type[Check]]:
-    """Return raytrec's checks in the order of ChecksSection; checks that explain other failures come first."""
+    """Return raytrec's checks in the order of ChecksSection; checks that explain other failures come first.
+
+    Raises:
+        ValueError: A check has no setting in ChecksSection.
+    """
     settings = list(ChecksSection.model_fields)
     return [CHECKS.parts[name] for name in sorted(CHECKS.parts, key=settings.index)]
 
@@ -82,9 +87,12 @@ def list_builtin_checks() -> list[type[Check]]:
 def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
     """Return the enabled checks by name: raytrec's checks, then custom checks (checks.custom).
 
+    Custom checks that are off are not imported.
+
     Raises:
-        ConfigError: A custom check does not exist, is not a class with @check(NAME) that is derived from
-            Check, or has the name of another check.
+        ConfigError: A custom check cannot be imported, is not a class with @check(NAME) that is derived from
+            Check, or has the name of another check of the configuration or of raytrec.
+        Exception: Any error raised by a custom check's module during import.
     """
     chosen = {
         c.name: EnabledCheck(c, getattr(config.checks, c.name), f"checks.{c.name}=warn") for c in list_builtin_checks()
@@ -113,6 +121,8 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
 class LiveChecks:
     """Enabled checks that apply to a run; `prepare` and `evaluate` are collectives.
 
+    The constructor raises errors as `select_enabled_checks`. The length is the number of checks.
+
     Args:
         run: Run to check.
     """
@@ -135,6 +145,8 @@ class LiveChecks:
 
     def evaluate(self, moment: str, position: Position) -> list[Outcome]:
         """Evaluate the checks that apply at a moment; return their outcomes, the same on all ranks.
+
+        The step of the outcomes is that of rank 0.
 
         Args:
             moment: START (before the first step), STEP (after a step that followed `prepare`) or CHECKPOINT

@@ -48,7 +48,8 @@ class Shards(Check):
 class ManagedIdsCheck(Check):
     """Check that managed ids and rows of their tables are mapped one to one.
 
-    The number of ids over all ranks, and the sum of their rows' hashes, are compared with the expected values.
+    The number of ids over all ranks, and the sum of their rows' hashes, are compared with the expected values
+    (embeddings.managed.row_map.is_one_to_one). The free rows are compared between ranks.
     """
 
     moments = frozenset({STEP, CHECKPOINT})

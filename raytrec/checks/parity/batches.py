@@ -29,7 +29,7 @@ class GlobalBatch:
         labels: Labels in the schema's order, float32 [B, labels].
         bags: Feature → (ids, int64 [N]; bag of each id, int64 [N]; weight of each id, float32 [N]).
         weights: Weight of each row in each task, float32 [B, T]; None: all weights are 1.
-        keys: Values of the tasks' key columns, int64 [B, K]; None without key columns.
+        keys: Values of the tasks' key columns (tasks.task.key_columns), int64 [B, K]; None without key columns.
         side_features: Sequence feature → values of its side features for each id, float64 [N, n].
     """
 
@@ -66,7 +66,8 @@ def make_random_batches(
     """Return `count` random batches of `rows` rows each.
 
     Each bag has 0 to 4 ids, or as many as `lengths` specifies; ids may repeat. The ids of each feature in a batch
-    begin with the last and the first id of its table. If a feature has weights, they are in [0, 2).
+    begin with the last and the first id of its table. If a feature has weights, they are in [0, 2). Dense features are
+    standard normal.
 
     Args:
         schema: Schema of the run.
@@ -122,8 +123,8 @@ def compute_row_bounds(rows: int, world: int, balance: str) -> list[int]:
     Args:
         rows: Number of rows in a global batch.
         world: Number of ranks.
-        balance: equal (up to rounding), unequal (rank r has r + 1 shares), or empty (rank 0 has no rows,
-            unless it is the only rank).
+        balance: equal, unequal (rank r has r + 1 shares), or empty (rank 0 has no rows, unless it is the only rank, and
+            the others have equal shares); all up to rounding.
     """
     shares = {
         "equal": [1] * world,

@@ -54,8 +54,8 @@ class Finding:
     Attributes:
         check: forward, gradient, weights or state.
         name: Feature, table or dense parameter; TABLE.KIND for optimizer state.
-        error: max |sharded − reference| ÷ max |reference|. For weights, the divisor is at least the bound of
-            `_measure_sizes`; for gradients, at least the magnitude of any row's contribution.
+        error: max |sharded − reference| ÷ max |reference|; NaN if a value is NaN. For weights, the divisor is at least
+            the bound of `_measure_sizes`; for gradients, at least the magnitude of any row's contribution.
         absolute: max |sharded − reference|.
         limit: Largest accepted `error`.
     """
@@ -67,15 +67,16 @@ class Finding:
     limit: float
 
     def record(self) -> dict:
-        """Return the finding, and whether it passed, as JSON values; NaN and infinity become None."""
+        """Return the attributes and the key passed (error ≤ limit) as JSON values; NaN and infinity become None."""
         return null_nonfinite(asdict(self) | {"passed": self.error <= self.limit})
 
 
 def shrink(config: RunConfig, schema: Schema, plan: ShardingPlan) -> tuple[RunConfig, Schema]:
     """Return copies of a configuration and schema with at most 199 rows per table and an eps of at least 1e-5.
 
-    Features, dims and dtypes are unchanged. The configuration requires the sharding types, ranks and kernels of
-    `plan`. Managed ids get default settings, with which a new id gets a row immediately.
+    An eps of 0, or that is not set, is unchanged, as are features, dims and dtypes. The configuration requires the
+    sharding types, ranks and kernels of `plan`, without plan.colocate. Managed ids get default settings, with which a
+    new id gets a row immediately.
     """
     config, schema = config.model_copy(deep=True), schema.model_copy(deep=True)
     constraints = resolve_constraints(config, schema)
@@ -124,7 +125,11 @@ def compare(
         seed: Seed for the batches.
 
     Returns:
-        Findings about features, tables, dense parameters and optimizer state on rank 0; [] on other ranks.
+        Findings about features, tables, dense parameters and optimizer state on rank 0; [] on other ranks. Of weights
+        and state that are compared after several steps, the finding with the largest error is returned.
+
+    Raises:
+        RunError: On rank 0, a loss has no reference definition; see `losses.compute_loss`.
     """
     config = config.model_copy(deep=True)
     config.train.matmul, config.plan.qcomms = "fp32", QCommsSection()
@@ -186,9 +191,9 @@ def _compare_steps(
 ) -> list[Finding]:
     """Compare weights and optimizer state after all steps, with the optimizers of the configuration.
 
-    If a table is fp16, every step is compared, and the worst step counts. After each comparison, the
-    reference copies the sharded run's weights. Without this copy, two correct runs whose gradients differ in the last
-    bit could round a weight to different neighbors. Later steps would amplify this difference.
+    If a table is not fp32, every step is compared, and the worst step counts; otherwise, only the last step is. After
+    each comparison, the reference copies the sharded run's weights. Without this copy, two correct runs whose gradients
+    differ in the last bit could round a weight to different neighbors. Later steps would amplify this difference.
     """
     config = config.model_copy(deep=True)
     config.optim.schedule = config.optim.schedule.resolve_decay_steps(len(choices))

@@ -1,8 +1,8 @@
 """Compute the loss of a global batch from its definition, in plain torch and without raytrec's objective.
 
 Losses of single rows use torch.nn where available. Losses that compare rows are computed row by row.
-ROW_LOSSES and BATCH_LOSSES define each loss of raytrec except from_model. A user's loss is its own reference, so
-parity compares only the summation over rows.
+ROW_LOSSES and BATCH_LOSSES define each loss of raytrec except from_model; their sources are cited in
+raytrec/tasks/losses. A user's loss is its own reference, so parity compares only the summation over rows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def compute_loss(
     own_loss: bool = False,
     temperatures: Iterable[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Return the loss of a global batch.
+    """Return the loss of a global batch, a scalar: Σ over tasks of the task's weight · Σ over rows ÷ B.
 
     Args:
         tasks: Tasks of the run.
         logits: Output of the model, [B] or [B, columns].
         batch: The global batch.
-        own_loss: True if the column after the tasks' columns is a loss computed by the model.
+        own_loss: True if the column after the tasks' columns is a loss computed by the model, which is averaged over
+            rows and added unless a task uses it (loss: from_model).
         temperatures: Temperature of each task whose loss learns a temperature, in the order of `tasks`.
 
     Raises:
@@ -71,7 +72,7 @@ def _select_keys(batch: GlobalBatch, tasks: Sequence[Task], column: str | None) 
 
 
 def _compute_row_losses(loss_fn: Loss, rows: Rows) -> torch.Tensor:
-    """Return the loss of each row, [n]; logits are [n, columns of the task]."""
+    """Return the loss of each row, [n], without weights; logits are [n, columns of the task]."""
     key = next((key for key, kind in loss.parts.items() if kind is type(loss_fn)), None)
     if key in ROW_LOSSES:
         return ROW_LOSSES[key](loss_fn, rows.logits if key == "cross_entropy" else rows.logits.squeeze(1), rows.labels)

@@ -33,7 +33,7 @@ class Reference(nn.Module):
 
     Args:
         schema: Schema, which defines features, their pooling and their tables.
-        tables: Table → weights, [rows, dim]; copied.
+        tables: Table → weights, floating-point [rows, dim]; copied.
         model: Dense model with forward(dense, pooled) → logits; not copied.
         sequences: Feature that the model reads id by id, last id first → maximum number of ids.
         objective: Tasks and losses; default: the objective of a configuration without `tasks`.
@@ -60,7 +60,8 @@ class Reference(nn.Module):
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor | Sequence]:
         """Return the pooled embeddings by feature, float32 [B, dim]: Σ wᵢ·eᵢ, divided by Σ wᵢ for means.
 
-        Empty bags are 0, and means with Σ wᵢ = 0 are not divided. Sequences read id by id contain each wᵢ·eᵢ.
+        wᵢ and eᵢ are the weight and the vector of the bag's i-th id. Empty bags are 0, and means with Σ wᵢ = 0 are not
+        divided. A feature that the model reads id by id is a Sequence with each wᵢ·eᵢ.
         """
         embeddings = {}
         for feature, spec in self.schema.sparse.items():
@@ -100,7 +101,11 @@ class Reference(nn.Module):
         return self.model(batch.dense, inputs)
 
     def loss(self, logits: torch.Tensor, batch: GlobalBatch) -> torch.Tensor:
-        """Return the loss of a global batch, including the L2 regularization of looked-up rows."""
+        """Return the loss of a global batch, a scalar, including the L2 regularization of looked-up rows.
+
+        Raises:
+            RunError: As for `compute_loss`.
+        """
         temperatures = getattr(self.model, TEMPERATURES, logits.new_zeros(0)).exp()
         loss = compute_loss(self.objective.tasks, logits, batch, self.objective.own_loss, temperatures)
         for feature, factor in self.objective.l2_factors.items():
@@ -115,11 +120,11 @@ class TableReference(torch.optim.Optimizer):
     """Optimizer that updates a table by the definition in TableOptimizer.update.
 
     Args:
-        name: Name of the optimizer in the configuration.
-        table: Weights of the table.
+        name: Name of the optimizer in the configuration, a registered TableOptimizer.
+        table: Weights of the table, float32 [rows, dim].
         lr: Learning rate.
-        eps: Constant added to the denominator.
-        weight_decay: Weight decay.
+        eps: Constant added to the denominator; ignored by optimizers without one (sgd).
+        weight_decay: Multiple of the weights that is added to the gradient.
         touched_rows: True to leave rows whose gradient is 0, and their state, unchanged, as FBGEMM's fused
             kernels do with rows outside the batch. Bias correction counts all steps.
     """
@@ -141,7 +146,7 @@ class TableReference(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """Update the table and its optimizer state once."""
+        """Update the table and its optimizer state once, given the table's gradient; `closure` is ignored."""
         self._steps += 1
         for group in self.param_groups:
             (table,) = group["params"]
@@ -164,12 +169,17 @@ def train(
 ) -> None:
     """Train on global batches in a plain loop.
 
+    Afterwards, `grad` of each parameter contains the clipped gradient of the last batch, with 0 for unused parameters.
+
     Args:
-        reference: Model and tables.
+        reference: Model and tables, changed in place.
         batches: Global batches.
-        optimizers: Optimizers of the parameters.
-        max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over all parameters; None: no clipping.
-        clip_tables: False to clip only the parameters of the dense model.
+        optimizers: Optimizers of the parameters; if empty, only gradients are computed.
+        max_grad_norm: Limit for torch.nn.utils.clip_grad_norm_ over the clipped parameters; None or 0: no clipping.
+        clip_tables: True to clip all parameters, False to clip only those of the dense model.
+
+    Raises:
+        RunError: As for `compute_loss`.
     """
     for batch in batches:
         reference.zero_grad()
@@ -209,7 +219,10 @@ def measure_max_row_gradients(reference: Reference, batch: GlobalBatch, paramete
     """Return, for each parameter, the largest magnitude in any row's contribution to the gradient via the logits.
 
     Contributions may cancel in the sum, but their rounding errors do not. Errors must therefore be compared with
-    this magnitude.
+    this magnitude. It is 0 for parameters that do not affect the logits.
+
+    Raises:
+        RunError: As for `compute_loss`.
     """
     largest, logits = [0.0] * len(parameters), reference(batch)
     (slopes,) = torch.autograd.grad(reference.loss(logits, batch), logits)

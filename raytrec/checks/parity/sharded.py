@@ -56,7 +56,10 @@ class ShardedRun:
 
     @torch.no_grad()
     def pooled(self, batch: GlobalBatch) -> dict[str, torch.Tensor]:
-        """Return the pooled embeddings of the whole batch by feature on rank 0; {} on other ranks."""
+        """Return the pooled embeddings of the whole batch by feature on rank 0, in host memory; {} on other ranks.
+
+        New managed ids of the batch get rows. Features that the model reads id by id are [B, L, dim].
+        """
         rank = dist.get_rank()
         local = self._local(batch).to(self.device)
         if self.step.managed is not None:  # new ids must get rows before the lookup
@@ -74,7 +77,7 @@ class ShardedRun:
         """Return each table and dense parameter by name, as a whole tensor in host memory on rank 0.
 
         If copies of a replicated value differ, the copy that differs most is returned. On ranks other than 0, sharded
-        tables are None.
+        tables are None. The result is stored for `reference` and `copy_weights_to`.
         """
         model = self.step.model.module.head.model
         whole = {name: _select_farthest_copy(p.detach()).cpu() for name, p in model.named_parameters()}
@@ -110,7 +113,10 @@ class ShardedRun:
         return out
 
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return table → kind of optimizer state → whole tensor in host memory on rank 0, None on other ranks."""
+        """Return table → kind of optimizer state → whole tensor in host memory on rank 0, None on other ranks.
+
+        Tables whose optimizer has no state are omitted.
+        """
         out: dict[str, dict[str, torch.Tensor]] = {}
         for table in tables(self.step.model, self.step.optimizer).values():
             for kind, parts in sorted(table.state.items()):

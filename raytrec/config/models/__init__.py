@@ -45,12 +45,16 @@ class PythonSection(ModelSection):
         return self.towers is not None
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the features and columns of each tower in `towers`; a feature may be in both towers."""
+        """Return the features and columns of each tower in `towers`, which must be set; both may contain a feature.
+
+        Raises:
+            ConfigError: A pattern matches nothing.
+        """
         assert self.towers is not None
         return self.towers.members([*schema.dense, *schema.sparse])
 
     def check(self, schema: Schema) -> None:
-        """Check that each pattern in `towers` matches a feature or dense column."""
+        """Raise a ConfigError unless each pattern in `towers`, if set, matches a feature or dense column."""
         if self.retrieves:
             self.tower_members(schema)
 

@@ -91,12 +91,16 @@ class ModelSection(Section):
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
         """Return the sparse features and dense columns on which the vector of each tower (query and item) depends.
 
-        Only models with `retrieves` implement this method.
+        Only models with `retrieves` implement this method; of other models, it raises NotImplementedError.
         """
         raise NotImplementedError(self.name)
 
     def request_members(self, schema: Schema) -> set[str]:
-        """Return the features and dense columns that the model encodes once per request instead of per candidate."""
+        """Return the features and dense columns that the model encodes once per request instead of per candidate.
+
+        Raises:
+            ConfigError: Their names in the section are invalid for this schema; `check` reports the same error.
+        """
         return self.tower_members(schema)["query"] if self.retrieves else set()
 
     def check(self, schema: Schema) -> None:
@@ -140,7 +144,7 @@ def model(name: str, path: str) -> Callable[[S], S]:
 
 
 def get_common_dim(schema: Schema, model: str) -> int:
-    """Return the dim that all tables share.
+    """Return the dim that all tables share; `model` is the model's name, for errors.
 
     Raises:
         ConfigError: The tables have different dims.
@@ -160,7 +164,7 @@ class OneDimSection(ModelSection):
     """Section of a model that stacks the vectors of all tables, which must therefore have the same dim."""
 
     def check(self, schema: Schema) -> None:
-        """Check that all tables have the same dim."""
+        """Raise a ConfigError unless all tables have the same dim."""
         get_common_dim(schema, self.name)
 
 

@@ -87,7 +87,7 @@ class ESMMSection(ModelSection):
     """Dropout in both towers during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        """Check that click and conversion are two different tasks of one column each, and the only tasks."""
+        """Raise a ConfigError unless click and conversion are two different tasks of one column each, and no others."""
         for key in ("click", "conversion"):
             _check_task_name(getattr(self, key), tasks, f"model.{key}")
         if self.click == self.conversion:
@@ -130,11 +130,11 @@ class DBMTLSection(ModelSection):
     """Dropout in all layers during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        """Check that the relations name tasks and contain no cycle."""
+        """Raise a ConfigError unless the relations name tasks and contain no cycle."""
         self.order(list(tasks))
 
     def order(self, tasks: Collection[str]) -> dict[str, list[str]]:
-        """Return a mapping from task to the tasks that it depends on, in topological order.
+        """Return a mapping from task to the tasks that it depends on; every task follows all of these tasks.
 
         Raises:
             ConfigError: A task does not exist, or tasks depend on each other in a cycle.
@@ -180,7 +180,7 @@ class PEPNetSection(ModelSection):
     """Dropout in the towers during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that the patterns match features or dense columns."""
+        """Raise a ConfigError unless each pattern matches a feature or dense column."""
         self.members(schema)
 
     def members(self, schema: Schema) -> dict[str, set[str]]:
@@ -235,20 +235,32 @@ class HstuRankSection(TargetedSection):
     """Dropout in the towers and of each layer's residual branch during training."""
 
     def history(self, schema: Schema) -> str:
-        """Return the first sequence of the schema, whose ids are the events and whose side features describe them."""
+        """Return the first sequence of the schema, whose ids are the events and whose side features describe them.
+
+        Raises:
+            ConfigError: As for `targets`.
+        """
         return next(iter(self.targets(schema)))
 
     def candidate_members(self, schema: Schema) -> set[str]:
-        """Return the features and dense columns of candidates, including the targets."""
+        """Return the features and dense columns of candidates, including the targets.
+
+        Raises:
+            ConfigError: A pattern in `candidate` matches nothing, or as for `targets`.
+        """
         names = [*schema.dense, *(f for f, spec in schema.sparse.items() if spec.pooling != "sequence")]
         return match_names(self.candidate, names, "model.candidate") | {*self.targets(schema).values()}
 
     def request_members(self, schema: Schema) -> set[str]:
-        """Return the features and dense columns of the context and the history."""
+        """Return the features and dense columns of the context and the history; raise as `candidate_members`."""
         return {*schema.dense, *schema.sparse} - self.candidate_members(schema)
 
     def check(self, schema: Schema) -> None:
-        """Check the dims, the heads, the side features, request_time, and that candidate columns are in `candidate`."""
+        """Check the dims, the heads, the side features, request_time, and that candidate columns are in `candidate`.
+
+        Raises:
+            ConfigError: One of them is invalid, a pattern in `candidate` matches nothing, or a sequence has no target.
+        """
         self.check_dims(schema)
         check_heads(
             self.heads, self.width or self.dim, f"model.{'width' if self.width else 'dim'} is {self.width or self.dim}"
@@ -270,7 +282,7 @@ class HstuRankSection(TargetedSection):
                 f"'{time}' is a column of candidates",
                 where="model.request_time",
                 expected="a dense column of the request",
-                do=f"remove {time} from model.candidate, or set model.request_time to another column",
+                do=f"exclude {time} from the names in model.candidate, or set model.request_time to another column",
             )
         if time is not None and (time in schema.scale or time not in schema.dense):
             raise ConfigError(

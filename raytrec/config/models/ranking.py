@@ -46,7 +46,7 @@ class DcnSection(ModelSection):
     """Dropout in the top MLP during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that a bottom MLP has dense columns to read."""
+        """Raise a ConfigError if bottom_mlp has layers, but the schema has no dense columns for them to read."""
         if self.bottom_mlp and not schema.dense:
             raise ConfigError(
                 f"model.bottom_mlp is {self.bottom_mlp}, but the schema has no dense columns",
@@ -106,11 +106,11 @@ class WideDeepSection(ModelSection):
     """Factor by which the learning rate of the dense columns' weights in the linear part is multiplied."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each feature and column is in the wide or the deep part."""
+        """Raise a ConfigError unless each pattern matches, and each feature and column is in the wide or deep part."""
         self.parts(schema)
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        """Check that the tables of wide features have room for first-order weights."""
+        """Raise a ConfigError unless the tables of wide features have room for first-order weights."""
         wide = self.parts(schema)["wide"]
         _check_first_order(schema, self.name, tasks, [f for f in schema.sparse if f in wide])
 
@@ -141,7 +141,7 @@ class FirstOrderSection(OneDimSection):
     """Dropout in the MLP during training."""
 
     def check_tasks(self, schema: Schema, tasks: Mapping[str, int]) -> None:
-        """Check that the tables have room for first-order weights."""
+        """Raise a ConfigError unless the tables have room for first-order weights."""
         _check_first_order(schema, self.name, tasks, schema.sparse)
 
 
@@ -189,7 +189,12 @@ class FinalMLPSection(ModelSection):
     """Dropout in both streams during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that gates match features or dense columns, and that the heads divide the last size of each stream."""
+        """Check the gates and the heads.
+
+        Raises:
+            ConfigError: gate1 or gate2 is set without gating, a pattern in them matches nothing, or the last size of
+                mlp1 or mlp2 is not a multiple of the heads.
+        """
         if not self.gating and (self.gate1 or self.gate2):
             raise ConfigError(
                 f"model.{'gate1' if self.gate1 else 'gate2'} is set, but model.gating is false",

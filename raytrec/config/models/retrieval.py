@@ -52,8 +52,9 @@ class SampledSection(ModelSection):
         """Check the keys of the model's own loss, and that `negatives`, if set, is a sequence over the item's table.
 
         Raises:
-            ConfigError: The feature does not exist, is not a sequence or looks up another table, or share_negatives,
-                log_share or gbce is set without a loss that uses the key.
+            ConfigError: The feature does not exist, is not a sequence or looks up another table; share_negatives,
+                log_share or gbce is set without a loss that uses the key; or log_share is not one of the feature's
+                side features.
         """
         has_negatives = self.negatives is not None
         if has_negatives:
@@ -96,7 +97,7 @@ class PairSection(SampledSection):
     """Feature of the recommended item."""
 
     def check(self, schema: Schema) -> None:
-        """Check that the user and item features exist, and that negatives, if any, look up the item's table."""
+        """Raise a ConfigError unless the user and item features exist and `check_negatives` succeeds."""
         check_feature(schema, self.user, "model.user")
         check_feature(schema, self.item, "model.item")
         self.check_negatives(schema, self.item)
@@ -113,7 +114,7 @@ class MfSection(PairSection):
     """Use the last element of each embedding as the bias of the user or item, not as a factor."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features and negatives, and that the user and item tables have the same dim."""
+        """Raise a ConfigError as PairSection does, or if the user and item tables have different dims."""
         super().check(schema)
         expected = "the same dim for both tables, because mf computes their dot products"
         check_same_dim(schema, (self.user, self.item), expected, "give both tables the same dim")
@@ -143,7 +144,7 @@ class NcfSection(PairSection):
     """Dropout in the MLP during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features, negatives and widths, and that share_negatives is not set."""
+        """Raise a ConfigError as PairSection and `widths` do, or if share_negatives is set."""
         super().check(schema)
         self.widths(schema)
         if self.share_negatives:
@@ -223,7 +224,12 @@ class TwoTowerSection(SampledSection):
     """Dropout after each tower's hidden layers during training."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each feature is in one tower, and that negatives, if any, share the only item feature's table."""
+        """Check the towers and the negatives.
+
+        Raises:
+            ConfigError: As for `tower_members` and `check_negatives`; or negatives are set, but the item tower does not
+                consist of a single sparse feature.
+        """
         of_item = self.tower_members(schema)["item"]
         if self.negatives is not None and (len(of_item) > 1 or not of_item <= set(schema.sparse)):
             raise ConfigError(
@@ -235,7 +241,11 @@ class TwoTowerSection(SampledSection):
         self.check_negatives(schema, next(iter(of_item)))
 
     def reads_ids(self, schema: Schema) -> list[str]:
-        """Return the features of the item tower and the negatives if negatives are shared, else []."""
+        """Return the features of the item tower and the negatives if negatives are shared, else [].
+
+        Raises:
+            ConfigError: As for `tower_members`.
+        """
         return self._with_ids(*self.tower_members(schema)["item"])
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:

@@ -98,7 +98,7 @@ class SequenceSection(TargetedSection):
     """Hidden sizes of the MLP from the interactions to the logit."""
 
     def check(self, schema: Schema) -> None:
-        """Check that all tables have the same dim and that each sequence has a target."""
+        """Raise a ConfigError unless all tables have the same dim and each sequence has a target."""
         get_common_dim(schema, self.name)
         self.targets(schema)
 
@@ -114,7 +114,7 @@ class DinSection(TargetedSection):
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
-        """Check that the tables of each sequence and its target have the same dim."""
+        """Raise a ConfigError as `check_dims` does."""
         self.check_dims(schema)
 
 
@@ -136,14 +136,17 @@ class DienSection(TargetedSection):
         return [feature for feature in super().sequences(schema) if feature != self.negatives]
 
     def get_supervised_sequences(self, schema: Schema) -> list[str]:
-        """Return the sequences that share the negatives' table, with which their ids are compared; [] if unset."""
+        """Return the sequences whose ids are compared with the negatives, because they share their table.
+
+        The list is empty if `negatives` is not set.
+        """
         if self.negatives is None:
             return []
         table = schema.sparse[self.negatives].table
         return [feature for feature in self.sequences(schema) if schema.sparse[feature].table == table]
 
     def check(self, schema: Schema) -> None:
-        """Check that each sequence has a target and that negatives, if any, share a sequence's table."""
+        """Raise a ConfigError unless each sequence has a target and negatives, if any, share a sequence's table."""
         if self.negatives is not None:
             check_feature(schema, self.negatives, "model.negatives", sequence=True)
         self.targets(schema)
@@ -191,7 +194,7 @@ class BstSection(TargetedSection):
     """Hidden sizes of the MLP from all concatenated vectors to the logit."""
 
     def check(self, schema: Schema) -> None:
-        """Check that each sequence and its target have the same dim, of which the number of heads is a divisor."""
+        """Raise a ConfigError unless each sequence and its target share a dim that is a multiple of the heads."""
         self.check_dims(schema)
         for sequence in self.targets(schema):
             dim = schema.get_feature_dim(sequence)
@@ -231,13 +234,15 @@ class NextItemSection(SampledSection):
         return self._with_ids(self.history, self.item)
 
     def tower_members(self, schema: Schema) -> dict[str, set[str]]:
-        """Return the history as the query tower and the item as the item tower."""
+        """Return {"query": {history}, "item": {item}}, the feature of each tower."""
         return {"query": {self.history}, "item": {self.item}}
 
     def check(self, schema: Schema) -> None:
-        """Check the features and the heads.
+        """Check the features, the negatives and the heads.
 
-        History, item and negatives must exist and share a table, and the width must be a multiple of the heads.
+        Raises:
+            ConfigError: History or item does not exist, they look up different tables, the width is not a multiple of
+                the heads, or as for `check_negatives`.
         """
         check_feature(schema, self.history, "model.history", sequence=True)
         check_feature(schema, self.item, "model.item")
@@ -276,12 +281,16 @@ class HstuSection(NextItemSection):
     """Divisor of the scores."""
 
     def check(self, schema: Schema) -> None:
-        """Check the features, negatives, heads and time column."""
+        """Raise a ConfigError as NextItemSection does, or if `time` is not a side feature of the history."""
         super().check(schema)
         self.find_time_index(schema)
 
     def find_time_index(self, schema: Schema) -> int | None:
-        """Return the index of model.time among the history's side features, or None if model.time is null."""
+        """Return the index of model.time among the history's side features, or None if model.time is null.
+
+        Raises:
+            ConfigError: model.time is not one of the history's side features.
+        """
         if self.time is None:
             return None
         return find_side_feature(schema, self.history, self.time, "model.time")

@@ -107,12 +107,16 @@ def identify_files(dataset: Dataset) -> list[FileIdentity]:
 
 
 def identify_datasets(datasets: dict[str, Dataset]) -> dict[str, list[FileIdentity]]:
-    """Return the result of `identify_files` for each dataset, by name."""
+    """Return the result of `identify_files` for each dataset, by name.
+
+    Raises:
+        DataError: A file or vocabulary cannot be read.
+    """
     return {name: identify_files(dataset) for name, dataset in datasets.items()}
 
 
 def fingerprint(contents: Iterable[FileIdentity] | None) -> str:
-    """Return a hash of the names and contents in a list of identities, in order; '' for None."""
+    """Return "2-" and the SHA-256 of the names and contents in a list of identities, in order; "" for None."""
     if contents is None:
         return ""
     digest = hashlib.sha256()

@@ -109,7 +109,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
             f"{fault}: {get_first_line(error)}",
             where=uri,
             expected=storage_hint(uri) + expected,
-            do="write or copy the file again, or remove it",
+            do="write or copy the file again, or remove it" if is_malformed else "make the file readable, or remove it",
         ) from None
     return metadata
 
@@ -162,14 +162,15 @@ class FooterStatistics:
     def label_bounds(self) -> dict[str, set[float]]:
         """Return a mapping from label to the set of its smallest and largest value; empty if all values are null.
 
-        Row groups without statistics, and labels that a transform writes, are assumed to contain UNKNOWN_BOUNDS.
+        Row groups without statistics of numbers, and labels that a transform writes or folder names contain, are
+        assumed to contain UNKNOWN_BOUNDS.
         """
         return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
 
     def large_columns(self) -> dict[str, float]:
         """Return a mapping from dense column to its largest absolute value, if it exceeds MAX_UNSCALED_VALUE.
 
-        Columns that have a scale, are written by a transform or have no statistics are left out.
+        Columns that have a scale, are written by a transform, are not in the file or have no statistics are left out.
         """
         names = {*self._form.schema.dense} - {*self._form.schema.scale}
         bounds = ((name, _bounds(chunk) or ()) for name in names for chunk in self._iterate_chunks(name))
@@ -178,8 +179,7 @@ class FooterStatistics:
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
-        is_in_file = bool(self._columns(name))
-        return not self.groups or (is_in_file and all(map(_is_all_null, self._iterate_chunks(name))))
+        return not self.groups or (bool(self._columns(name)) and all(map(_is_all_null, self._iterate_chunks(name))))
 
     def _find_label_bounds(self, name: str) -> set[float]:
         if len(self._columns(name)) != 1:

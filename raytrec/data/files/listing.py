@@ -71,9 +71,9 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         between: First and last partition, both included; default: all partitions.
 
     Raises:
-        DataError: A path is neither a folder nor a file; a folder cannot be listed, contains no Parquet files, or
-            belongs to a table format; `between` does not fit the folders (`select_partitions`); a *.parquet file is
-            unreadable; or a file is in several of the places.
+        DataError: A path is invalid or neither a folder nor a regular file; a folder cannot be listed, contains no
+            Parquet files, or belongs to a table format; `between` does not fit the folders (`select_partitions`); an
+            entry named *.parquet is not a readable file; or a file is in several of the places.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -125,7 +125,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         if kind == fs.FileType.Directory:
             entries = _list_local_folder(path, linked, left_out) if local else _list_store(filesystem, path)
     except OSError as error:
-        raise DataError(f"cannot list the folder: {error}", where=where) from None
+        raise DataError(f"cannot access or list the path: {error}", where=where, expected="a readable path") from None
     top = os.path.realpath(path) if local else path
     check_no_table_format(filesystem, top, (found for found, *_ in entries), where)
     for folder in sorted(linked):

@@ -136,7 +136,10 @@ def parse_folder_values(path: str) -> dict[str, str | None]:
 
 
 def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
-    """Return the columns of a read plan that are keys of the file's folders and not in the file's schema `arrow`."""
+    """Return the columns of a read plan that are keys of the file's folders and not in the file's schema `arrow`.
+
+    A name that several columns or fields of the file have counts as a column of the file.
+    """
     folders = parse_folder_values(uri)
     return frozenset(name for name in form.columns if name in folders and not _has_column(arrow, name))
 

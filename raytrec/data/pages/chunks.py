@@ -33,9 +33,9 @@ class DamagedPageError(Exception):
 class PageIndex:
     """Positions of those data pages of a column chunk that start with a new row.
 
-    Damage to one page would shift the rows of all later pages. Therefore, the pages' numbers of rows and
-    values must add up to the numbers in the footer. If a page of lists has a checksum, the checksum must be
-    correct. The class is thread-safe.
+    Damage to one page would shift the rows of all later pages. Therefore, the pages' numbers of rows and values must
+    add up to the numbers in the footer: `rows` of the row group, and values of `chunk`. If a page of lists has a
+    checksum, the checksum must be correct. The class is thread-safe.
 
     Attributes:
         begin: Offset of the column chunk in the file.

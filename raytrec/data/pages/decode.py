@@ -50,6 +50,7 @@ class ReadErrorPolicy:
 
         Raises:
             DataError: `error` itself, if `skip` is False.
+            OSError: The log cannot be written.
         """
         if not self.skip:
             raise error

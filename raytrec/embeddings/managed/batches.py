@@ -38,7 +38,7 @@ class IdExchange:
     """Exchange that looks up ids in the maps of all tables with managed ids. All ranks must call the methods together.
 
     Args:
-        tables: Table → number of rows (including fallback rows) and policy of admission and eviction.
+        tables: Table → number of rows (including fallback rows) and policy of admission and eviction; at least one.
         seed: Seed of the draws that decide which of several equally frequent ids get rows.
         peers: Ranks that share the maps.
         device: Device of the maps.
@@ -169,6 +169,8 @@ class ManagedBatches:
     def map_and_admit_ids(self, batch: Batch, step: int) -> Batch:
         """Replace the managed ids of a batch with rows in place, assign rows to new ids, and return the batch.
 
+        The rows assigned by all ranks are stored in batch.new_rows. `on_assign` is called, and `steps` is set.
+
         Args:
             batch: Batch of this rank.
             step: Step of the run, from 0.
@@ -208,7 +210,8 @@ class ManagedBatches:
     def reset_new_rows(self, batch: Batch) -> None:
         """Reset the rows that a batch has assigned to new ids, in this rank's shards.
 
-        Rows get the initial values of their new ids, block by block, and zero optimizer state.
+        Rows get the initial values of their new ids, block by block, and zero optimizer state. Nothing changes if
+        `map_and_admit_ids` has not processed the batch.
         """
         for name, (rows, ids, places) in (batch.new_rows or {}).items():
             table, spec = self._tables[name], self._schema.tables[name]
@@ -232,8 +235,9 @@ class ManagedBatches:
     def collect_figures(self) -> dict[str, dict[str, float | None]]:
         """Return table → statistics of its managed ids over all ranks (docs/monitoring.md).
 
-        The keys are occupancy, admitted_ids, evicted_ids, fallback_share (None without lookups) and id_age (mean
-        number of steps since the last sighting, from a sample; None without ids). Occupancy and age are current.
+        The keys are occupancy (share of assignable rows with an id), admitted_ids, evicted_ids, fallback_share (share
+        of lookups; None without lookups) and id_age (mean number of steps since the last sighting, from a sample; None
+        without ids). Occupancy and age are current.
         The others cover the time since the last call (first call: since the start). This is a collective operation:
         every rank must call it.
         """

@@ -137,7 +137,7 @@ class KeyMap:
         return slots_M, continues_M.nonzero().squeeze(1)
 
     def insert(self, tables: torch.Tensor, sizes: Sequence[int], entries: KeyEntries) -> None:
-        """Insert keys that are not in the map. If a table grows, slots found before this call become invalid."""
+        """Insert distinct keys that are not in the map. If a table grows, slots found earlier become invalid."""
         for table, size in enumerate(sizes):
             needed = self.counts[table] + size
             if needed > MAX_LOAD_FACTOR * BUCKET_SLOTS * self._buckets[table]:

@@ -80,7 +80,10 @@ class RowMap:
         maps.free[table] = state.free
 
     def sample_ages(self, step: int) -> torch.Tensor:
-        """Return the number of steps since the last sighting for a sample of this rank's ids with a row, int64 [n]."""
+        """Return the number of steps up to `step` since the last sighting of each id in a sample, int64 [n].
+
+        The sample contains this rank's ids in about AGE_SAMPLE_SLOTS slots of the map of ids with a row.
+        """
         rows = self._maps.rows
         last = rows.read_slots(rows.sample(self._table, AGE_SAMPLE_SLOTS)).fields["last"]
         return (step - last.long()).clamp(min=0)

@@ -60,7 +60,8 @@ class RowMaps:
         waiting: Map of the ids owned by this rank that have not yet been seen often enough for a row.
         free: Rows without an id, for each table; the same on all ranks.
         admitted, evicted: Number of ids owned by this rank that got or lost a row since the start, for each table.
-        lookups_T, fallback_T: Occurrences of these ids in training batches, and of ids replaced with a fallback row.
+        lookups_T, fallback_T: Occurrences in training batches of the ids that this rank owns, and of those of them that
+            were replaced with a fallback row, for each table; int64 [T] on the device.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class RowMaps:
         self._capacity_T, self._fallback_T, self._admit_after_T, self._counted_T = columns
 
     def compute_nth_row(self, table: int, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the row that is assigned n-th (from 0) among rows never assigned before, for each n, int64 [m]."""
+        """Return the row of a table that is assigned n-th (from 0) for the first time, for each n in `numbers`.
+
+        `numbers` and the result are int64 [m].
+        """
         return numbers * self._strides[table] % self.capacities[table]
 
     def look_up(self, ids: DistinctKeys) -> torch.Tensor:
@@ -98,7 +102,7 @@ class RowMaps:
         return torch.where(slots >= 0, rows, -1)
 
     def find_fallback_rows(self, tables: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Return the fallback row of each key [n], int64 [n]."""
+        """Return the fallback row of each key, int64 [n], given the table number of each key, int64 [n]."""
         first, rows = (select_by_table(each_T, tables) for each_T in (self._capacity_T, self._fallback_T))
         return assign_fallback_rows(keys, first, rows)
 
@@ -110,8 +114,8 @@ class RowMaps:
             ids: Ids of the global batch that this rank owns.
 
         Returns:
-            The row of each id, or -1; the indices of ids that got a row in this step; and the number of such
-            ids per rank and table.
+            The row of each id, or -1, int64 [n]; the indices of ids that got a row in this step, int64 [m]; and the
+            number of such ids of all ranks, [ranks][tables].
         """
         rows, candidates, sightings = self._count_ids(step, ids)
         candidates_T = count_tables(ids.tables[candidates], len(self.policies))

@@ -48,6 +48,8 @@ class StateKind(NamedTuple):
 class TableOptimizer(ABC):
     """Base class of table optimizers, each of which defines an update rule, its state and its kernels.
 
+    In the formulas of subclasses, w is a weight, g its gradient, and lr and eps are arguments of `update`.
+
     Attributes:
         devices: Devices (cpu, cuda) on which FBGEMM has a fused kernel, which updates tables in backward. Updates are
             dense on other devices.
@@ -94,7 +96,7 @@ class TableOptimizer(ABC):
             state: State by kind, float32 [rows, dim], or [rows] for one value per row.
             step: Number of this update, starting at 1.
             lr: Learning rate.
-            eps: Constant added to the denominator.
+            eps: Constant added to the denominator; ignored by optimizers without `eps` in `settings`.
         """
 
     @classmethod
@@ -127,5 +129,5 @@ def table_optimizer(cls: T) -> T:
 
 
 def find_optimizer(name: str) -> type[TableOptimizer]:
-    """Return the class of the optimizer that has this name in the configuration, such as rowwise_adagrad."""
+    """Return the class of the optimizer that has this name in the configuration; raise KeyError if there is none."""
     return OPTIMIZERS.parts[name]

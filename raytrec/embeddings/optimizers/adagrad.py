@@ -7,7 +7,7 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 
 @table_optimizer
 class Adagrad(TableOptimizer):
-    """Adagrad: s ← s + g², w ← w − lr·g ÷ (√s + eps)."""
+    """Adagrad: s ← s + g², w ← w − lr·g ÷ (√s + eps). Source: Duchi et al. 2011, JMLR 12, pp. 2121–2159."""
 
     state = (StateKind("sum", "value", "momentum1"),)
     second_moment = "sum"

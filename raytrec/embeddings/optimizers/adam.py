@@ -9,8 +9,9 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 class Adam(TableOptimizer):
     """Adam: m ← m + (1 − β₁)(g − m), v ← v + (1 − β₂)(g² − v), w ← w − lr·m̂ ÷ (√v̂ + eps).
 
-    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. FBGEMM has a kernel for
-    GPUs only, which updates just the rows of the batch. A dense update also changes rows with earlier gradients.
+    m̂ and v̂ are m ÷ (1 − β₁ⁿ) and v ÷ (1 − β₂ⁿ) at update n; β₁ = 0.9, β₂ = 0.999. Source: Kingma, Ba 2015,
+    arXiv:1412.6980. FBGEMM has a kernel for GPUs only, which updates just the rows of the batch. A dense update also
+    changes rows with earlier gradients.
     """
 
     devices = ("cuda",)

@@ -7,7 +7,7 @@ from raytrec.embeddings.optimizers import StateKind, TableOptimizer, table_optim
 
 @table_optimizer
 class RowWiseAdagrad(TableOptimizer):
-    """Row-wise Adagrad: s ← s + mean(g²), w ← w − lr·g ÷ (√s + eps)."""
+    """Row-wise Adagrad: s ← s + mean(g²) over the row, w ← w − lr·g ÷ (√s + eps), as in TorchRec (1.8.0)."""
 
     state = (StateKind("sum", "row", "momentum1"),)
     second_moment = "sum"

@@ -22,7 +22,7 @@ def sum_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
     """Return the weighted sums over rows of the cross-entropy in bits, 1, the label, and 1 - label.
 
     Their names are cross_entropy_sum, weighted_num_samples, pos_labels and neg_labels. For class predictions, the last
-    two sums are the total weight and 0.
+    two sums are the total weight and 0. In the cross-entropy, probabilities are clamped to [ETA, 1 - ETA].
 
     Source: torchrec.metrics.ne.get_ne_states.
     """
@@ -49,7 +49,8 @@ def _sum_class_entropy(outputs: TaskOutputs) -> dict[str, torch.Tensor]:
 class LogLoss(SumMetric):
     """Mean cross-entropy per row in nats: -Σ w (y ln p + (1 - y) ln (1 - p)) ÷ Σ w.
 
-    w is the weight of a row, y the label and p the prediction. For class predictions: -Σ w ln p_label ÷ Σ w.
+    w is the weight of a row, y the label and p the prediction. For class predictions: -Σ w ln p_label ÷ Σ w, where
+    p_label is the probability of the row's class. Probabilities are clamped as in `sum_entropy`.
 
     Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats.
     """
@@ -102,7 +103,7 @@ class _Mean(SumMetric):
 
 @metric("mae", title="MAE (mean absolute error)", label="MAE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MAE(_Mean):
-    """Mean absolute error Σ w |p - y| ÷ Σ w, in units of the label; NaN without rows.
+    """Mean absolute error Σ w |p - y| ÷ Σ w (symbols as in LogLoss), in units of the label; NaN without rows.
 
     Source: torchrec.metrics.mae, which sums in the same way.
     """
@@ -116,7 +117,7 @@ class MAE(_Mean):
 
 @metric("mse", title="MSE (mean squared error)", label="MSE", better="lower", format="{:.4g}", takes=NUMBERS)
 class MSE(_Mean):
-    """Mean squared error Σ w (p - y)² ÷ Σ w, in squared units of the label; NaN without rows.
+    """Mean squared error Σ w (p - y)² ÷ Σ w (symbols as in LogLoss), in squared units of the label; NaN without rows.
 
     Source: torchrec.metrics.mse, which sums in the same way.
     """
@@ -132,7 +133,7 @@ class MSE(_Mean):
     "rmse", title="RMSE (root of the mean squared error)", label="RMSE", better="lower", format="{:.4g}", takes=NUMBERS
 )
 class RMSE(SumMetric):
-    """Root of the mean squared error, √(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
+    """Root of the mean squared error (MSE), √(Σ w (p - y)² ÷ Σ w), in units of the label; NaN without rows."""
 
     sums = staticmethod(MSE.sums)
 
@@ -144,7 +145,7 @@ class RMSE(SumMetric):
 
 @metric("accuracy", better="higher", takes=("probability", "classes"))
 class Accuracy(_Mean):
-    """Weighted share of correct predictions, Σ w [prediction is correct] ÷ Σ w; NaN without rows.
+    """Weighted share of correct predictions: sum of the weights of correct rows ÷ sum of all weights; NaN without rows.
 
     A probability is correct if prediction and label are both above 0.5, or neither is. A class prediction is
     correct if the class with the highest probability is the label; among ties, the first class counts.
@@ -165,10 +166,11 @@ NUM_RELIABILITY_BINS = 20  # bins of the reliability diagram, with about equal n
 
 
 def reliability(ranked: RankedRows) -> dict[str, list] | None:
-    """Return the reliability diagram over NUM_RELIABILITY_BINS bins of about equal numbers of rows.
+    """Return the reliability diagram over at most NUM_RELIABILITY_BINS bins of about equal numbers of rows.
 
     The keys are predicted, actual and rows: the weighted mean prediction, weighted mean label and number of rows of
-    each bin. The result is None unless the labels contain 0 and 1 and no other value. All ranks must call it.
+    each bin. The result is None if a prediction is NaN or unless the labels contain 0 and 1 and no other value. This is
+    a collective operation: every rank must call it.
     """
     import torch
 
@@ -220,8 +222,9 @@ class Calibration(SumMetric):
 class ECE(SumMetric):
     """Expected calibration error: Σ over 15 bins of |Σ w p - Σ w y|, divided by the total weight; NaN without rows.
 
-    The value is the mean over bins, weighted by row weights, of the distance between mean prediction and mean
-    label. Bin b contains predictions in [b/15, (b+1)/15); the last bin includes 1.
+    The inner sums are over the rows of a bin, with the symbols of LogLoss. The value is the mean over bins, weighted by
+    row weights, of the distance between mean prediction and mean label. Bin b contains predictions in
+    [b/15, (b+1)/15); the last bin includes 1.
 
     Source: M. P. Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015; 15
     bins as in C. Guo et al., On Calibration of Modern Neural Networks, ICML 2017.

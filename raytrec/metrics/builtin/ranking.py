@@ -20,8 +20,8 @@ MAX_ROC_POINTS = 200  # maximum number of points of the ROC curve
 def roc(ranked: RankedRows) -> dict[str, list] | None:
     """Return the false positive rates (fpr) and true positive rates (tpr) of the ROC curve, from (0, 0) to (1, 1).
 
-    This is a collective operation: every rank must call it. The result is None unless the labels contain 0 and 1 and
-    no other value.
+    This is a collective operation: every rank must call it. The result is None if a prediction is NaN or unless the
+    labels contain 0 and 1 and no other value. The curve has at most MAX_ROC_POINTS + 2 points.
     """
     import torch
 
@@ -51,8 +51,8 @@ def roc(ranked: RankedRows) -> dict[str, list] | None:
 class AUC(RankedMetric):
     """Share of pairs of a positive and a negative row in which the positive row has the higher prediction.
 
-    Ties count half, and pairs are weighted by the product of their row weights. The value is None unless the
-    labels contain 0 and 1 and no other value.
+    Ties count half, and pairs are weighted by the product of their row weights. The value is None if a prediction is
+    NaN or unless the labels contain 0 and 1 and no other value.
 
     Source: the Mann-Whitney statistic, as in scikit-learn's roc_auc_score. TorchRec's AUC ignores ties.
     """
@@ -93,14 +93,14 @@ class PRAUC(RankedMetric):
     """Average precision: Σ (R_i - R_(i-1)) P_i over distinct predictions in descending order.
 
     P_i and R_i are the weighted precision and recall if rows with at least the i-th prediction are classified as
-    positive. The value is None unless the labels contain 0 and 1 and no other value.
+    positive; R_0 is 0. The value is None if a prediction is NaN or unless the labels are 0 and 1 and both occur.
 
     Source: scikit-learn's average_precision_score. The trapezoidal rule would overestimate the area.
     """
 
     @classmethod
     def sums(cls, ranked: RankedRows) -> dict[str, torch.Tensor]:
-        """Return the sums over positive rows of weight × precision, weight × its maximum error (off), and weight."""
+        """Return sums over positive rows: precision (weight × P_i), off (weight × maximum error), positive (weight)."""
         positive, negative = ranked.ties.positive, ranked.ties.negative
         # Weights of all rows with higher predictions; rounding must not make them negative.
         above_1 = (ranked.total[0] - ranked.sum_below(0) - positive).clamp(min=0)
@@ -170,6 +170,7 @@ class MRR(GroupMetric):
     """Weighted mean over groups of 1 ÷ the rank of the first positive row, where the best rank is 1.
 
     Among equal predictions, negative rows come first. Groups without a positive row are excluded and counted.
+    Source: E. Voorhees, The TREC-8 Question Answering Track Report, 1999.
     """
 
     @classmethod
@@ -218,9 +219,10 @@ class MeanAveragePrecision(GroupMetric):
 class NDCG(GroupMetric):
     """Weighted mean over groups of DCG@k ÷ DCG@k of the best order; DCG@k is Σ label ÷ log2(1 + rank) over ranks ≤ k.
 
-    The label is the gain, as in scikit-learn's ndcg_score; the gain of negative labels is 0. Among equal
+    The label is the gain, as in scikit-learn's ndcg_score; the gain of labels below 0 is 0. Among equal
     predictions, the lowest label comes first, whereas scikit-learn averages over all orders of the ties. Groups
     without a gain above 0 are excluded and counted.
+    Source: K. Järvelin and J. Kekäläinen, Cumulated Gain-Based Evaluation of IR Techniques, ACM TOIS 20(4), 2002.
     """
 
     @classmethod
@@ -276,8 +278,8 @@ class Coverage(GroupMetric):
 class GAUC(GroupMetric):
     """Mean AUC within groups, Σ n_g AUC_g ÷ Σ n_g, over groups with positive and negative rows.
 
-    n_g, the impressions of a group, is the sum of its rows' weights. Groups without both classes are excluded
-    and counted (groups_of_one_class).
+    AUC_g is the AUC of group g. n_g, the impressions of the group, is the sum of its rows' weights. Rows with a label
+    above 0.5 are positive. Groups without both classes are excluded and counted (groups_of_one_class).
 
     Source: H. Zhu et al., Optimized Cost per Click in Taobao Display Advertising, KDD 2017, section 5.
     """

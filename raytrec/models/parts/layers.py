@@ -147,6 +147,9 @@ class FieldVectors(nn.Module):
         count: F, the number of fields.
         dim: D, the tables' dim − T.
         width: F · D.
+
+    Raises:
+        ConfigError: The tables have different dims.
     """
 
     def __init__(self, schema: Schema, model: str, first_order: int = 0):

@@ -45,7 +45,7 @@ class SampledLoss:
         return softplus(scores_K if self.kind == "bce" else scores_K - own.unsqueeze(-1)).sum(-1)
 
     def join(self, parts_W: torch.Tensor) -> torch.Tensor:
-        """Return the combined contribution of W disjoint sets of negatives: [W, ...] → [...]."""
+        """Return the combined contribution of W disjoint sets of negatives (`reduce`): float32 [W, ...] → [...]."""
         return parts_W.logsumexp(0) if self.kind == "softmax" else parts_W.sum(0)
 
     def finish(self, own: torch.Tensor, added: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class SampledLoss:
         Args:
             own: Scores of the items, float32 [...].
             added: Combined contribution of all negatives, float32 [...] (`reduce`, `join`).
-            count: Number of negatives of each item, without missing negatives.
+            count: Number of negatives of each item, without missing negatives, int or float [...].
         """
         if self.kind == "softmax":
             return softplus(added - own)
@@ -66,7 +66,7 @@ class SampledLoss:
         return weight * softplus(-own) + added
 
     def __call__(self, own: torch.Tensor, scores_K: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        """Return the loss, float32 [...], from the scores of all negatives; see `reduce` and `finish`."""
+        """Return the loss, float32 [...], from the scores of all negatives (see `reduce` and `finish`)."""
         return self.finish(own, self.reduce(own, scores_K), count)
 
     def remove_canceling_bias(self, bias: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def combine_outputs(
         item_BD: Item vectors, float [B, D].
         outputs: Number of logits per row.
         vectors: True to include query and item vectors.
-        own_B: The model's own loss for each row; None if the model has no own loss.
+        own_B: The model's own loss for each row, float32 [B]; None if the model has no own loss.
         bias: Bias of the logits, [outputs] or [B, outputs]; default: 0.
 
     Returns:

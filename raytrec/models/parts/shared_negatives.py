@@ -97,7 +97,7 @@ class SharedNegatives(nn.Module):
             query_items: Item of each query, with vectors [N, D]; its `log_share` is ignored.
             negatives: Negatives of this rank's rows, with vectors [K, D]; K must be equal on all ranks.
             max_queries: Upper bound on N over all ranks; must be equal on all ranks.
-            bias_N: Bias added to all scores of each query; see SampledLoss.remove_canceling_bias.
+            bias_N: Bias added to all scores of each query, float [N] (SampledLoss.remove_canceling_bias); None: 0.
             is_max_reached: True if at least one rank has `max_queries` queries, which saves an exchange of the
                 numbers of queries; must be equal on all ranks.
         """
@@ -175,6 +175,9 @@ def build_losses(schema: Schema, config: SampledSection, item: str) -> tuple[Sam
         schema: Schema of the data.
         config: Section of the model.
         item: Feature that contains the items, whose table determines the number of items.
+
+    Raises:
+        ConfigError: model.log_share is not a side feature of the negatives.
     """
     loss = SampledLoss(config.loss, config.gbce, schema.tables[schema.sparse[item].table].rows)
     if not config.share_negatives:
@@ -204,7 +207,7 @@ def compute_pair_losses(
         item: Feature that contains the items.
         drawn: Negatives of each row, with vectors [B, K, D].
         inputs: Inputs of the model.
-        bias: Bias added to all scores of a row, [B, 1] or [1, 1]; see SampledLoss.remove_canceling_bias.
+        bias: Bias added to all scores of a row, [B, 1] or [1, 1] (SampledLoss.remove_canceling_bias); None: 0.
     """
     if shared is None:
         return loss.loss_of_vectors(query_BD.unsqueeze(1), item_BD.unsqueeze(1), drawn, bias).squeeze(1)

@@ -196,6 +196,7 @@ def load_tables(uri: str, part: tuple[int, int], folder: str = "", position: Pos
 
     Raises:
         RunError: There is no export, or it is damaged or cannot be copied.
+        DataError: The URI is not valid, or the store cannot be reached.
     """
     place = make_absolute(uri)
     manifest, (number, count) = read_manifest(place), part

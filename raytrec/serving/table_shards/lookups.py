@@ -117,7 +117,10 @@ class ShardedLookups(Lookups):
         return update
 
     def make_reader(self, table: str) -> Callable[[int, int], torch.Tensor]:
-        """Return a function that reads stored rows in the shards; see Lookups.make_reader."""
+        """Return a function that reads stored rows in the shards; see Lookups.make_reader.
+
+        The function raises UnavailableError if a shard is unavailable, or no longer has the state.
+        """
         stack: Any = self.tables[table].stack
         first_row, number, state = self.tables[table].first_row, self._stacks.index(stack), self._state
 
@@ -223,6 +226,7 @@ def close_connections(connections: Sequence[ShardConnection]) -> None:
 
 
 def _connect(state: TableState, timeout_s: float, connection: ShardConnection) -> None:
+    """Connect to a shard; raise the shard's RaytrecError, or UnavailableError for any other failure."""
     try:
         connection.connect(state, timeout_s)
     except Exception as error:

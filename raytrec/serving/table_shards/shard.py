@@ -61,14 +61,14 @@ class _LookupServer(flight.FlightServerBase):
         self._shard, self.location = shard, f"grpc{'+tls' if tls else ''}://{place}:{self.port}"
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Serve the requests of a stream until the client or a malformed request ends the stream."""
+        """Serve the requests of a stream until the client or an error (see `TableShard.answer`) ends the stream."""
         for chunk in reader:
             if chunk.app_metadata is None:
                 raise ValueError("the message is not a request")
             writer.write_metadata(self._shard.answer(memoryview(chunk.app_metadata)))
 
     def do_action(self, context: Any, action: Any) -> list[pa.Buffer]:
-        """Return stored rows of the shard; see `TableShard.read`."""
+        """Return stored rows of the shard; raise ValueError for another action, or as in `TableShard.read`."""
         if action.type != READ_ACTION:
             raise ValueError(f"there is no action {action.type}")
         return [self._shard.read(memoryview(action.body))]
@@ -143,12 +143,12 @@ class TableShard:
             raise OutdatedStateError(what, where=state.uri, expected="a later state")
 
     def _load(self, state: TableState) -> None:
-        """Load a state unless another call has just loaded it."""
+        """Load a state unless another call has just loaded it; raise RunError as `open` does."""
         if not self._find(state.key):
             tables = self._load_followed(state) if state.delta else load_tables(state.uri, self._part)
             if state.key not in tables.keys:
                 what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
-                raise RunError(what, where=state.uri)
+                raise RunError(what, where=state.uri, do="write each export to a new folder")
             newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
             self._tables = [*newest, tables]
 
@@ -213,6 +213,7 @@ def start_shards(service_options: ServiceOptions) -> None:
 
     Raises:
         RunError: There is no export, or the cluster does not have enough memory.
+        DataError: The URI of the export is not valid, or its store cannot be reached.
     """
     import ray
 
@@ -288,6 +289,7 @@ def make_lookup_maker(
 
 
 def _open(name: str, state: TableState, timeout_s: float) -> Any:
+    """Return the result of `TableShard.open` of a shard's actor; raise Ray's error if it takes too long or fails."""
     import ray
 
     deadline, shard = monotonic() + timeout_s, ray.get_actor(name, NAMESPACE)

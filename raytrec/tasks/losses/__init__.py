@@ -135,7 +135,7 @@ loss: Registry[type[Loss]] = Registry("loss", __name__)
 
 
 def check_in_range(name: str, value: object, low: float, high: float, *, exclusive: bool = False) -> float:
-    """Check the range of a loss option, and return it as a float.
+    """Return a loss option as a float if it is an int or float within a range.
 
     Args:
         name: Name of the option.
@@ -145,7 +145,7 @@ def check_in_range(name: str, value: object, low: float, high: float, *, exclusi
         exclusive: True if `low` and `high` themselves are not allowed.
 
     Raises:
-        ValueError: The value is not a number or is out of range.
+        ValueError: The value is not an int or float, is NaN, or is out of range.
     """
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
     if not (low < number < high if exclusive else low <= number <= high):

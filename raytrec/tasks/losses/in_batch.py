@@ -15,7 +15,7 @@ class BayesianPersonalizedRanking(BatchLoss):
     """Bayesian personalized ranking: mean of −ln sigmoid(s − s') over the group's rows with a lower label.
 
     s is the score of the row, and s' is the score of a row with a lower label. The mean is weighted by the weights
-    of the rows with a lower label. If there are none, the loss is 0. Rows of the global batch with the same value
+    of the rows with a lower label. If these are all 0, the loss is 0. Rows of the global batch with the same value
     of the task's `group` form a group; without `group`, the global batch is one group. If rows are requests, the
     candidates of a request form a group. Rows in different batches are not compared. Source: Rendle et al. 2009,
     arXiv:1205.2618. Predictions are scores of which only the order is meaningful.
@@ -45,7 +45,11 @@ class BayesianPersonalizedRanking(BatchLoss):
 
 
 class _Softmax(BatchLoss):
-    """Base class of losses −y · ln softmax(score ÷ temperature)."""
+    """Base class of losses −y · ln softmax(score ÷ temperature) with the label y; subclasses define the scores.
+
+    Raises:
+        ValueError: An option of the constructor has the wrong type or is out of range.
+    """
 
     label_range = (0.0, 1.0)
     metrics = ("auc",)
@@ -69,7 +73,7 @@ class ListwiseSoftmax(_Softmax):
     arXiv:1807.03748. Predictions are scores of which only the order is meaningful.
 
     Args:
-        temperature: Divisor of scores, > 0.
+        temperature: Divisor of scores, between 0 and 10⁶ (exclusive).
         learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:
@@ -107,7 +111,7 @@ class InBatchSoftmax(_Softmax):
     model must output vectors, as two_tower does. A row's prediction is the dot product of its query and item vectors.
 
     Args:
-        temperature: Divisor of scores, > 0.
+        temperature: Divisor of scores, between 0 and 10⁶ (exclusive).
         learn_temperature: True to train the temperature, starting from `temperature`.
 
     Raises:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @loss("bce")
 class BinaryCrossEntropy(Loss):
-    """Binary cross-entropy −y · ln p − (1 − y) · ln(1 − p) in nats, with p = sigmoid(logit) and labels in [0, 1]."""
+    """Binary cross-entropy −y · ln p − (1 − y) · ln(1 − p) in nats, with p = sigmoid(logit) and label y in [0, 1]."""
 
     label_range = (0.0, 1.0)
     metrics = ("auc", "ne", "logloss", "calibration")
@@ -34,8 +34,8 @@ class BinaryCrossEntropy(Loss):
 class Focal(BinaryCrossEntropy):
     """Focal loss −α·y · (1 − p)^γ · ln p − (1 − α)·(1 − y) · p^γ · ln(1 − p) in nats, with p = sigmoid(logit).
 
-    Source: Lin et al. 2017, arXiv:1708.02002. The factors (1 − p)^γ and p^γ make predictions underconfident. Use only
-    the order of predictions, or calibrate them after training.
+    y is the label, in [0, 1]. Source: Lin et al. 2017, arXiv:1708.02002. The factors (1 − p)^γ and p^γ make predictions
+    underconfident. Use only the order of predictions, or calibrate them after training.
 
     Args:
         gamma: Exponent γ, 0 to 100; without alpha, γ = 0 is binary cross-entropy.
@@ -92,7 +92,7 @@ class CrossEntropy(Loss):
 
 @loss("mse")
 class SquaredError(Loss):
-    """Squared error (logit − y)². Large labels cause large gradients and should be scaled by a transform."""
+    """Squared error (logit − y)² for label y. Large labels cause large gradients; a transform should scale them."""
 
     metrics = ("mse", "mae")
     predicts = "number"
@@ -104,10 +104,10 @@ class SquaredError(Loss):
 
 @loss("huber")
 class Huber(Loss):
-    """Huber loss: e² ÷ 2 if |e| ≤ delta for e = logit − y, else delta · (|e| − delta ÷ 2) (Huber 1964).
+    """Huber loss: e² ÷ 2 if |e| ≤ delta for e = logit − y, else delta · (|e| − delta ÷ 2) (Huber 1964); y: label.
 
     Args:
-        delta: Absolute error, in the label's units, above which the loss is linear; > 0.
+        delta: Absolute error, in the label's units, above which the loss is linear; between 0 and 10⁹ (exclusive).
 
     Raises:
         ValueError: `delta` is not a number or is out of range.
@@ -128,7 +128,7 @@ class Huber(Loss):
 
 @loss("poisson")
 class Poisson(Loss):
-    """Poisson loss exp(logit) − y · logit, the negative log-likelihood of y without the constant ln y!."""
+    """Poisson loss exp(logit) − y · logit: the negative log-likelihood of label y ≥ 0 without the constant ln(y!)."""
 
     label_range = (0.0, float("inf"))
     metrics = ("mse", "mae")
@@ -145,7 +145,7 @@ class Poisson(Loss):
 
 @loss("from_model")
 class FromModel(Loss):
-    """Label y times the loss that the model computes for the row, e.g. from the row's item and sampled negatives.
+    """Label, from 0 to 1, times the loss that the model computes for the row, e.g. from its item and sampled negatives.
 
     Rows with label 0 have no loss. Metrics and predictions use the model's logits. The objective adds the
     model's loss (tasks/objective.py), so this class returns 0.

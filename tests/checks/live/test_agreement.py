@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 from loops import DATA_PARALLEL, failed_outcomes, train_with_checks
 from rank_threads import run_in_threads
 from ranks import run_on_ranks
@@ -37,7 +38,7 @@ def make_conservation(run, rank, bad):
         looked_up["ft2"] -= 1
         looked_up["ft1"] += 1
     one = Conservation(run)
-    one._counts = lambda _: IdCounts(7, 7 if bad and rank == 10 else 6, sent, looked_up, 8)
+    one._counts = lambda _: IdCounts(7, 7 if bad and rank == 10 else 6, sent, looked_up, 8, 8 * WORLD)
     return one, Position(7, expected_rows=8 * WORLD)
 
 
@@ -116,6 +117,18 @@ def test_ranks_with_other_values_are_named_apart():
 def test_ranks_at_other_steps_are_named_with_their_steps():
     counts = [IdCounts(step, None, {}, {}, 0) for step in (9, 8, 9, 7, 9)]
     assert _describe_step_mismatches(counts) == ["ranks 1 and 3 completed 8 or 7 steps instead of 9"]
+
+
+def test_ranks_that_expect_other_numbers_of_rows_fail_together():
+    def evaluated(peers):
+        run, features, counts = make_checked_run(peers), [f"f{name}" for name in NAMES], torch.ones(TABLES).long()
+        lookup = SimpleNamespace(features=features, received=counts)
+        run.taps = SimpleNamespace(lookups=[lookup], features=features, sent=counts, rows=torch.tensor(8))
+        return Conservation(run).evaluate(Position(7, expected_rows=32 + (peers.rank == 2)), True)
+
+    outcome, *others = run_in_threads(4, evaluated)
+    assert not outcome.passed and all(other == outcome for other in others)
+    assert "the batches have 33 rows, but 32 were trained" in outcome.text
 
 
 def loop_without_objects(rank, world, fault):
