@@ -79,9 +79,9 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     Raises:
         ConfigError, SchemaError: The model cannot use the tasks, metrics, dims or features; a setting does not support
             candidates; sampled ids are out of range; a column of groups is not in data.reserve_columns; plan.tables or
-            optim.tables name tables that the schema lacks; kernels do not support the weight decay; train.compile
-            lacks a compiler, or is graphs although batch sizes vary; the tables do not fit on this machine; or
-            tracking.uri is not the address of an MLflow store.
+            optim.tables name tables that the schema lacks; kernels do not support the weight decay; restore_best
+            lacks the best checkpoints; train.compile lacks a compiler, or is graphs although batch sizes vary; the
+            tables do not fit on this machine; or tracking.uri is not the address of an MLflow store.
     """
     # scaling.device=auto counts as cpu here; nodes.check_constraints repeats the check once the device is known.
     device = "cuda" if config.scaling.device == "cuda" else "cpu"
@@ -107,7 +107,14 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
     if keeping.keep_best or keeping.best_metric:
         selection.best(keeping.best_metric)
     if stopping := config.train.early_stopping:
-        selection.best(stopping.metric, "train.early_stopping.metric")
+        metric = selection.best(stopping.metric, "train.early_stopping.metric").key
+        if stopping.restore_best and metric != (best := selection.best(keeping.best_metric).key):
+            raise ConfigError(
+                f"train.early_stopping compares {metric}, but only the checkpoints with the best {best} are kept",
+                where="train.early_stopping.restore_best",
+                expected="equal metrics, so that the checkpoint of the best evaluation exists",
+                do=f"set checkpoint.best_metric: {metric}",
+            )
     if on_this_machine:
         if config.train.compile:
             require_compiler("cuda" if get_build_device() == "cuda" and config.scaling.device != "cpu" else "cpu")

@@ -72,6 +72,11 @@ def test_check_fit_rejects_unsupported_cuda_graphs():
         ({}, ["checkpoint.best_metric=mse"], "checkpoint.best_metric is mse, but the tasks have no metric"),
         ({"metrics": []}, ["checkpoint.keep_best=1"], "no metric whose values can be ranked"),
         ({}, ["train.early_stopping={metric: gini}"], "train.early_stopping.metric is gini"),
+        (
+            {},
+            ["train.early_stopping={metric: auc, restore_best: true}", "checkpoint.keep_best=1"],
+            "only the checkpoints with the best ne are kept",
+        ),
     ],
 )
 def test_check_fit_rejects_unknown_metrics(task, settings, message, tmp_path, monkeypatch):
