@@ -197,9 +197,9 @@ class _Comparison:
 
     def _measure(self, column: str, measure: str, counts: Any, figures: Any) -> ColumnDifference:
         log_B, expected_B = counts
-        bins = int(((log_B + expected_B) > 0).sum())
-        by_chance = estimate_chance_psi(bins, *(each.independent_values for each in self._sides))
-        return ColumnDifference(column, measure, psi(log_B, expected_B), by_chance, *figures)
+        is_used_B = log_B + expected_B > 0  # other bins would only add half a count to each sample
+        by_chance = estimate_chance_psi(int(is_used_B.sum()), *(each.independent_values for each in self._sides))
+        return ColumnDifference(column, measure, psi(log_B[is_used_B], expected_B[is_used_B]), by_chance, *figures)
 
     def _measure_numbers(self, column: str, measure: str, values: list[np.ndarray]) -> ColumnDifference:
         """Compare the numbers of log and training data in bins bounded by the deciles of the training data."""

@@ -1,7 +1,6 @@
 """Deltas of a training run, applied by the reader of docs/online.md and by raytrec's, lead to the run's states."""
 
 import re
-import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -307,16 +306,3 @@ def test_failure_of_the_last_delta_is_shown_even_after_another_failure(last):
     DeltaPublisher.collect(publisher)
     (warning,) = warnings
     assert warning.startswith("delta 5 was not written: No space left on device; if training continues, ")
-
-
-def test_training_without_deltas_does_not_import_them(tmp_path):
-    assert run_on_ranks(1, find_delta_modules, str(tmp_path)) == [[]]
-
-
-def find_delta_modules(rank, world, folder):
-    """Train without deltas, and return the modules of raytrec.deltas that are imported meanwhile."""
-    for name in [name for name in sys.modules if name.startswith("raytrec.deltas.")]:
-        del sys.modules[name]  # the process may have served other tests
-    made = loop.make_worker_loop(rank, world, 2, [], f"{folder}/run").train(2)
-    assert made.error is None
-    return [name for name in sys.modules if name.startswith("raytrec.deltas.")]

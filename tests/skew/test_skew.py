@@ -153,6 +153,13 @@ def test_skew_names_the_size_that_a_verdict_needs(two_exports, loaded_export, tr
     assert worst * 2 / needed <= LARGE_PSI < worst * 2 / (needed - 1)
 
 
+def test_skew_finds_equal_lengths_in_a_single_request(two_exports, loaded_export, training_folder, tmp_path):
+    """Bins that are empty in both samples do not add to psi."""
+    found = skew(write_log(tmp_path, loaded_export, make_skew_rows(2, 2)), two_exports[0], data=training_folder)
+    (lengths,) = [each for each in found.measures if (each.column, each.measure) == ("user", "length")]
+    assert lengths.psi == 0 and found.metrics["differs"] == []
+
+
 @pytest.mark.survive
 def test_skew_detects_logged_rows_that_were_not_scored(two_exports, loaded_export, tmp_path):
     rows = make_skew_rows(2, 200)
