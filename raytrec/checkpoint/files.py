@@ -199,11 +199,12 @@ def is_pinned(folder: str) -> bool:
     return query_file_info(join_uri(folder, PIN)).is_file
 
 
+@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run that you can read")
 def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
-    """Return (folder, index) of the run's checkpoint with the best value of the metric `by`.
+    """Return (folder, index) of the run's complete checkpoint with the best value of the metric `by`.
 
     Raises:
-        RunError: No checkpoint has a value of the metric, or as for `list_roots`.
+        RunError: The folder cannot be listed, no checkpoint has a value of the metric, or as for `list_roots`.
         CheckpointError, ConfigError: As for `find`.
     """
     for root in list_roots(make_absolute(str(place))):

@@ -222,8 +222,8 @@ class DBMTL(nn.Module):
 
     Wang et al. 2019, arXiv:1902.09154. s is the output of shared layers over the concatenated dense columns
     and embeddings, and tₖ = towerₖ(s). For each task k, rₖ = MLPₖ(concatenation of tₖ and rⱼ for all parents j of
-    k), where the parents are the tasks on which task k depends (model.relations; default: all previous tasks). The
-    logits of task k are linear in rₖ.
+    k), where the parents are the tasks on which task k depends (model.relations; if it is null, all previous
+    tasks). The logits of task k are linear in rₖ.
 
     Args:
         schema: Schema with any dense columns and sparse features of any dims.

@@ -1,4 +1,7 @@
-"""Count the operations of the dense layers in a step by running them on the meta device, or on CPU with few rows."""
+"""Operations, memory traffic and kernel launches of the dense layers in a step.
+
+They are counted by running the layers on the meta device, or on CPU with few rows, or estimated from the weights.
+"""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ class HstuSection(NextItemSection):
     """Divisor of the scores."""
 
     def check(self, schema: Schema) -> None:
-        """Raise a ConfigError as NextItemSection does, or if `time` is not a side feature of the history."""
+        """Raise a ConfigError as NextItemSection does, or if `time` is set and is not a side feature of the history."""
         super().check(schema)
         self.find_time_index(schema)
 
