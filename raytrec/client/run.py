@@ -75,9 +75,13 @@ class Cluster:
         return self._backend.run(str(run))
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return a dictionary {name, folder, state, unix_s} for each run in RAYTREC_ROOT/runs, newest first.
+        """Return a dictionary {name, folder, state, unix_s} for each run in RAYTREC_ROOT/runs, last started first.
 
-        unix_s is the start time. Over http://, return the jobs of the cluster: name is the job id, and folder is None.
+        unix_s is the Unix time at which the run was last started or resumed. Over http://, return the submitted jobs of
+        the cluster: name is the job id, folder is None, and unix_s is the job's start (0 if unknown).
+
+        Raises:
+            RunError: The cluster does not respond.
         """
         return self._backend.runs()
 

@@ -42,6 +42,8 @@ def read_stream(body: bytes, columns: Collection[str]) -> tuple[pa.Table, int]:
 
 def _may_share(kind: pa.DataType) -> bool:
     """Return True if rows of a column of this type may share values, or parts of values."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _may_share(kind.storage_type)
     return bool(kind.num_fields) or kind.has_variadic_buffers or types.is_dictionary(kind)
 
 
@@ -54,6 +56,8 @@ def _count_expanded_bytes(array: pa.Array | pa.ChunkedArray, name: str) -> int:
     kind = array.type
     if isinstance(array, pa.ChunkedArray):
         parts = array.chunks
+    elif isinstance(kind, pa.BaseExtensionType):
+        parts = [array.storage]
     elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         parts = [array.flatten()]
     elif types.is_struct(kind):

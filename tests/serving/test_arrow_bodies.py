@@ -39,6 +39,13 @@ SHARED_VALUE_ARRAYS = {
     "lists of a dictionary": pa.DictionaryArray.from_arrays(
         REPEATED_INDICES, pa.ListArray.from_arrays([0, 1_000], IDS)
     ),
+    "dictionary in an extension type": pa.ExtensionArray.from_storage(
+        pa.opaque(pa.dictionary(pa.int32(), pa.string()), "type", "vendor"),
+        pa.DictionaryArray.from_arrays(REPEATED_INDICES, pa.array([TEXT])),
+    ),
+    "extension type in a dictionary": pa.DictionaryArray.from_arrays(
+        REPEATED_INDICES, pa.ExtensionArray.from_storage(pa.opaque(pa.string(), "type", "vendor"), pa.array([TEXT]))
+    ),
     "views of one list": pa.ListViewArray.from_arrays(REPEATED_INDICES, REPEATED_INDICES + 1_000, IDS),
 }
 

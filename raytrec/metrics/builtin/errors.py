@@ -70,7 +70,7 @@ class LogLoss(SumMetric):
 class NE(SumMetric):
     """Cross-entropy ÷ the cross-entropy of always predicting the mean label; NaN if all labels are 0 or all are 1.
 
-    Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 3.
+    Source: X. He et al., Practical Lessons from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 2.
     """
 
     sums = staticmethod(sum_entropy)
@@ -193,7 +193,7 @@ def reliability(ranked: RankedRows) -> dict[str, list] | None:
 class Calibration(SumMetric):
     """Weighted sum of predictions ÷ weighted sum of labels; NaN if the sum of labels is 0.
 
-    Source: He et al. 2014 (see NE), section 3, and torchrec.metrics.calibration, which returns 0 unless the sum of
+    Source: He et al. 2014 (see NE), section 2, and torchrec.metrics.calibration, which returns 0 unless the sum of
     labels is above 0.
     """
 
