@@ -24,7 +24,7 @@
 # Benchmarks; each writes benchmarks/results/ and the tables of a page:
 #
 # make bench              training speed compared with hand-written loops
-# make bench-ingest, bench-watching, curves, overhead
+# make bench-ingest, curves, overhead
 #                         tables and plots of docs/benchmarks.md
 # make bench-export       export of a table of 30 GiB, and lookups in the export
 # make bench-gpu          speed of a GPU (docs/gpu.md)
@@ -67,7 +67,7 @@ DATA ?= .
 # Number of test processes. Tests that share the Ray cluster run one after another.
 AT_ONCE ?= 2
 
-.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench overhead curves bench-ingest bench-watching bench-scale bench-serve bench-online bench-sync bench-table-shards bench-start bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-quality weight map
+.PHONY: train test test-fast test-slow test-whole test-next test-all smoke mutations cluster-test test-survive parity golden chaos bench overhead curves bench-ingest bench-scale bench-serve bench-online bench-sync bench-table-shards bench-start bench-sequences bench-requests bench-ids bench-precision quality quality-smoke gpu-check gpu-lease cuda-wheels bench-gpu bench-host bench-plan lint format install lock clean bench-tiers bench-export soak-serve soak-online bench-ids-quality weight map
 
 train: install data/synthetic/schema.yaml
 	$(BIN)/raytrec train jobs/synthetic.yaml
@@ -114,9 +114,6 @@ test-survive: install
 
 chaos: install
 	$(BIN)/python -W ignore benchmarks/chaos.py
-
-bench-watching: install
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/watching.py
 
 bench-tiers: install
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/tiers.py

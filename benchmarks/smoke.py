@@ -49,7 +49,6 @@ TARGETS = {
     "curves": f"benchmarks/curves.py --smallest jobs/synthetic.yaml {DATA}",
     "bench-precision": f"-W ignore benchmarks/precision.py --smallest jobs/synthetic.yaml {DATA}",
     "bench-ingest": "-W ignore benchmarks/ingest.py --smallest {folder}/data/train",
-    "bench-watching": "-W ignore benchmarks/watching.py --smallest",
     "bench-sequences": "-W ignore benchmarks/sequences.py --smallest",
     "bench-requests": "-W ignore benchmarks/grouped.py --smallest",
     "bench-ids": "-W ignore benchmarks/ids.py --smallest",

@@ -127,7 +127,7 @@ class JobRun(Run):
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         raise RunError(
-            f"the job API does not support '{question.__name__}': it only provides the logs of jobs",
+            "the job API cannot read the run folder, which report, pictures, file, tables and rows need",
             where=self._jobs.address,
             expected="a Ray client connection: Cluster('ray://HOST:10001').run('NAME')",
             do="connect with ray://, or run a `raytrec` command as a job of the cluster",

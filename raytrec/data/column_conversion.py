@@ -75,8 +75,8 @@ def read_numbers(
         DataError: A value is infinite in `dtype`, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
+    advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or " if is_label else ""
     if not skips_nulls and (row := find_first_null(array)) is not None:
-        advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or " if is_label else ""
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
@@ -87,7 +87,7 @@ def read_numbers(
     if skips_nulls:
         is_present = ~np.isnan(values)
         values = np.where(is_present, values, dtype(0))
-    check_finite(values, name, place)
+    check_finite(values, name, place, advice=advice)
     return values, is_present
 
 
@@ -147,7 +147,9 @@ def find_first_true(wrong: np.ndarray) -> int | None:
     return int(wrong.argmax()) if wrong.any() else None
 
 
-def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable = int, what: str = "column") -> None:
+def check_finite(
+    values: np.ndarray, name: str, place: Place, rows: Callable = int, what: str = "column", advice: str = ""
+) -> None:
     """Raise DataError if a value is NaN or infinite.
 
     Args:
@@ -156,14 +158,16 @@ def check_finite(values: np.ndarray, name: str, place: Place, rows: Callable = i
         place: Location of the first row.
         rows: Function from the index of a value to the index of its row; default: one value per row.
         what: Noun for the column in the message.
+        advice: Text before the advice for NaN.
     """
     if (index := find_first_true(~np.isfinite(values))) is not None:
         clip = advise_transform("clip", name, low="NUMBER", high="NUMBER")
+        fill = f"{advice}{advise_transform('fill_null', name, value=0)}"
         raise DataError(
-            f"{what} '{name}' contains " + f"{values[index]:g}".replace("nan", "NaN"),
+            f"{what} '{name}' contains " + ("NaN" if np.isnan(values[index]) else f"{values[index]} as {values.dtype}"),
             where=place.of(name, rows(index)),
             expected=f"finite {values.dtype} numbers",
-            do=f"{advise_transform('fill_null', name, value=0) if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
+            do=f"{fill if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
         )
 
 

@@ -254,20 +254,18 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
     for section, task in zip(plan.config.tasks, resolve_tasks(plan.config.tasks, plan.schema), strict=True):
         if task.label not in constant or task.loss.reads_vectors or task.loss.from_model:
             continue
-        finding = f"the label of task {task.name} is {constant[task.label]:g} in every row"
+        finding = f"the label of task {task.name} is {constant[task.label]:g} in every row that has it"
+        are_positive = constant[task.label] == 1
+        losses = "; the losses in_batch_softmax and from_model can learn from positives alone" if are_positive else ""
         classifies = task.loss.predicts in ("probability", "classes")
         if plan.start == "new" and classifies and ":" not in section.loss:
             raise DataError(
                 f"{finding}, so {section.loss} cannot learn from the label",
                 where=f"data.train={plan.datasets['train'].uri}, column {task.label}",
                 expected="rows of several classes",
-                do="add rows of the other classes, remove the task, or use the loss in_batch_softmax or from_model, "
-                "which can learn from positives alone",
+                do=f"add rows of the other classes, or remove the task{losses}",
             )
-        lines.append(
-            f"{finding} of data.train, so {section.loss} cannot learn from the label; in_batch_softmax and "
-            "from_model can learn from positives alone"
-        )
+        lines.append(f"{finding} in data.train, so {section.loss} cannot learn from the label{losses}")
     return lines
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from raytrec.common.errors import SchemaError
 from raytrec.common.formatting import format_count
-from raytrec.config.schema import advise_transform, format_transform, format_yaml_scalar
+from raytrec.config.schema import advise_transform, format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats, undo_log
 
 LABEL_NAMES = tuple(
@@ -104,7 +104,7 @@ def _feature(s: ColumnStats) -> Finding:
         return Finding(s, "skipped", "constant")
     unit = _find_epoch_unit(s)
     if s.base == "time" or unit:
-        return Finding(s, "skipped", f"a time; to use it as a feature: {_time_hint(s, unit)}")
+        return Finding(s, "skipped", f"a time; to use it as a feature, {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
         return Finding(s, "skipped", "a different value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
@@ -119,8 +119,8 @@ def _feature(s: ColumnStats) -> Finding:
     if s.is_list and s.base in ("float", "decimal"):
         return Finding(s, "skipped", "a list of floats that are not a feature's weights")
     if s.is_list and s.base == "bool":
-        hint = format_transform("cast", s.name, to="int64")
-        return Finding(s, "skipped", f"a list of bools; to use them as ids: {hint}")
+        hint = advise_transform("cast", s.name, to="int64")
+        return Finding(s, "skipped", f"a list of bools; to use them as ids, {hint}, and a sparse feature to the schema")
     if s.is_list:
         return Finding(s, "skipped", f"type {s.type} is not supported")
     if s.base == "integer" and (why := _explain_id(s)):
@@ -254,10 +254,11 @@ def _values(s: ColumnStats) -> str:
 
 def _time_hint(s: ColumnStats, unit: str | None) -> str:
     if "duration" in s.type:
-        return format_transform("age", s.name, unit="days")
+        return advise_transform("age", s.name, unit="days") + f", and {format_yaml_scalar(s.name)} to the schema"
     part = "weekday" if "date" in s.type else "hour"
     since = {"since_1970": unit} if unit else {}
-    return format_transform("date_part", s.name, part=part, **since, into=f"[{format_yaml_scalar(f'{s.name}_{part}')}]")
+    into = format_yaml_scalar(f"{s.name}_{part}")
+    return advise_transform("date_part", s.name, part=part, **since, into=f"[{into}]") + f", and {into} to the schema"
 
 
 def words(name: str) -> list[str]:

@@ -240,7 +240,11 @@ def draw(plans: Plans, path: str | Path) -> None:
         raise ConfigError(f"{path.name} is not an .svg or .png file", where="--picture", expected="FILE.svg or .png")
     estimate = next((each for each in [*plans.on, *plans.chosen] if each.tables), None)
     if estimate is None:
-        raise ConfigError("no cluster has a plan to draw", where="--picture", do="omit --picture to see the reasons")
+        raise ConfigError(
+            "no cluster has a plan to draw",
+            where="--picture",
+            do="omit --picture, and name a cluster with --on, to see why it has no plan",
+        )
     sizes: list[dict[str, float]] = [{} for _ in range(estimate.cluster.world)]
     device = plans.get_device(estimate)
     for (table, rank), part in compute_rank_parts(estimate.tables, plans.config, plans.schema, device).items():

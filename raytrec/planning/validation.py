@@ -198,11 +198,11 @@ def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, wo
         if each.sharding != ("data_parallel",)
     }
     if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
-        narrowest = min(widths, key=lambda table: widths[table])
+        table = next((table for table, width in widths.items() if width % 16), min(widths, key=widths.__getitem__))
         raise ConfigError(
-            f"int8 would not make exchanges smaller: each group of {group} values (the greatest common divisor of all "
-            f"shard widths) needs {INT8_SCALE_BYTES} more bytes for its minimum and step size; a shard of table "
-            f"{narrowest} has {widths[narrowest]} columns",
+            f"int8 would not make exchanges smaller than fp16: each group of {group} values (the greatest common "
+            f"divisor of all shard widths) needs {INT8_SCALE_BYTES} more bytes for its minimum and step size; a shard "
+            f"of table {table} has {widths[table]} columns",
             where="plan.qcomms",
             expected=f"shards whose widths have a common divisor above {INT8_SCALE_BYTES}, such as 16",
             do="replace int8 in plan.qcomms by fp16 or bf16, or choose dims whose shard widths are multiples of 16",
