@@ -214,7 +214,7 @@ def test_other_runs_and_steps_and_missing_checkpoints_are_errors(run, tmp_path):
         service.scorers["one"].version = "small-7-00000000"
         with pytest.raises(RunError, match="serves step 7 of run small, but the checkpoint contains step 2") as error:
             verify(service.url, str(run))
-        assert "after the run has ended" in error.value.do and "reached" not in error.value.do
+        assert "stop the run or wait for its end" in error.value.do and "reached" not in error.value.do
         for address in (service.url.removeprefix("http://"), "http://[::1", "http://localhost:port", "s3://a"):
             with pytest.raises(RunError, match="is not the address of a service"):
                 verify(address, str(run))
