@@ -95,13 +95,24 @@ def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         table = pq.read_table(path, columns=["userID", "movieID"])
-        users = table["userID"].to_numpy(zero_copy_only=False).astype(np.int64) - 1
-        movies = table["movieID"].to_numpy(zero_copy_only=False).astype(np.int64)
+        users, movies = (_whole_numbers(table, name) for name in ("userID", "movieID"))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         expected = "columns userID and movieID with whole numbers"
         raise DataError(f"cannot read the file: {error}", where=str(path), expected=expected) from None
     items, known = pd.factorize(movies)  # in order of appearance
-    return np.stack([users, items], axis=1), known
+    return np.stack([users - 1, items], axis=1), known
+
+
+def _whole_numbers(table: pa.Table, name: str) -> np.ndarray:
+    """Return a column of numbers or text as int64 [n].
+
+    Raises:
+        ValueError: A value is null or not a whole number.
+    """
+    column = table[name].combine_chunks().cast(pa.int64())
+    if column.null_count:
+        raise ValueError(f"column {name} contains null")
+    return column.to_numpy()
 
 
 def _without(pairs: np.ndarray, left_out: dict[int, int], path: Path) -> np.ndarray:
@@ -185,8 +196,9 @@ def _with_negatives(
         DataError: All items of a user are excluded.
     """
     users = np.repeat(pairs[:, 0], count)
-    known, counts = np.unique(excluded >> 32, return_counts=True)
-    if len(full := np.intersect1d(users, known[counts >= items])):
+    unique = np.unique(users)
+    counts = np.searchsorted(excluded, (unique + 1) << 32) - np.searchsorted(excluded, unique << 32)
+    if len(full := unique[counts >= items]):
         raise DataError(
             f"no item can be drawn for user {full[0]}, who has seen all {items:,} items",
             where="--negatives, or the candidates of valid",

@@ -31,7 +31,7 @@ from rich.console import Console
 
 from raytrec.common.errors import DataError
 
-NUMBER = re.compile(r"[0-9]{1,18}")
+WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
 BASE = "https://files.grouplens.org/datasets/movielens/"
 MD5 = {  # as published by GroupLens
     "100k": "0e33842e24a9c977be4e0107933c0723",
@@ -181,7 +181,7 @@ def _lines(path: Path, separator: str, fields: int, numbers: Sequence[int]) -> p
         row = line.split(separator)
         if len(row) != fields:
             raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'")
-        if wrong := [place for place in numbers if not NUMBER.fullmatch(row[place])]:
+        if wrong := [place for place in numbers if not WHOLE_NUMBER.fullmatch(row[place])]:
             field = row[wrong[0]][:60]
             raise _broken(path, f"field {wrong[0] + 1} of line {number} is {field!r}", "a whole number")
         rows.append(row)

@@ -99,6 +99,11 @@ def _read_table(path: Path) -> pa.Table:
         raise DataError(f"cannot read the file: {error}", where=str(path), do="download it again") from None
 
 
+def _check_columns(table: pa.Table, columns: tuple[str, ...], path: Path) -> None:
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(columns))
+
+
 def _read(path: Path) -> pa.Table:
     """Return the events of a file with the columns COLUMNS, kind and played.
 
@@ -107,12 +112,12 @@ def _read(path: Path) -> pa.Table:
     """
     table = _read_table(path)
     table = table.rename_columns([RENAMED.get(name, name) for name in table.column_names])
-    if missing := [name for name in COLUMNS if name not in table.column_names]:
-        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(COLUMNS))
+    _check_columns(table, COLUMNS, path)
     lists = [name for name in table.column_names if pa.types.is_list(table[name].type)]
     if lists:
         users = table["uid"].combine_chunks().take(pc.list_parent_indices(table[lists[0]].combine_chunks()))
         table = pa.table({"uid": users} | {name: pc.list_flatten(table[name]) for name in lists})
+        _check_columns(table, COLUMNS, path)  # columns without lists were dropped
     if "event_type" in table.column_names:
         kind = pc.index_in(table["event_type"].cast(pa.string()), pa.array(TYPES))
         if kind.null_count:
@@ -136,9 +141,9 @@ def _read_mapping(path: Path, name: str, items: np.ndarray) -> np.ndarray:
     Raises:
         DataError: The file cannot be read or lacks a column.
     """
-    table, columns = _read_table(path), ("item_id", f"{name}_id")
-    if missing := [column for column in columns if column not in table.column_names]:
-        raise DataError(f"column {missing[0]} is missing", where=str(path), expected=", ".join(columns))
+    table = _read_table(path)
+    columns = ("item_id", f"{name}_id")
+    _check_columns(table, columns, path)
     keys, values = (table[column].to_numpy() for column in columns)
     at = np.minimum(np.searchsorted(items, keys), len(items) - 1)
     known = items[at] == keys

@@ -7,6 +7,7 @@ checkpoints raise OSError if the storage fails. All raise DataError for an inval
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,6 @@ def find_newest_checkpoint(root: str) -> tuple[str | None, dict[str, Any]]:
     return next(((folder, index) for folder, index, error in found if error is None), (None, {}))
 
 
-@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run or checkpoint that you can read")
 def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     """Return (folder, index) of the newest complete checkpoint of a run, or of a given checkpoint.
 
@@ -93,12 +93,13 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         ConfigError: As for `make_absolute`.
     """
     place = make_absolute(str(place))
-    for root in list_roots(place):
-        folder, index = find_newest_checkpoint(root)
-        if folder:
-            return folder, _check_run_index(folder, index)
-    if _is_step(split_query(place)[0].rpartition("/")[2]) or query_file_info(join_uri(place, INDEX)).is_file:
-        return place, _check_run_index(place, read_index(place))
+    with _convert_list_errors(place):
+        for root in list_roots(place):
+            folder, index = find_newest_checkpoint(root)
+            if folder:
+                return folder, _check_run_index(folder, index)
+        if _is_step(split_query(place)[0].rpartition("/")[2]) or query_file_info(join_uri(place, INDEX)).is_file:
+            return place, _check_run_index(place, read_index(place))
     raise RunError(
         "there is no complete checkpoint in this folder with a valid index of a training run",
         where=place,
@@ -107,7 +108,6 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     )
 
 
-@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run that you can read")
 def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """Return (folder, index) of a run's checkpoint of a step.
 
@@ -117,11 +117,12 @@ def find_step(place: str | Path, step: int) -> tuple[str, dict[str, Any]]:
     """
     place = make_absolute(str(place))
     saved: set[int] = set()
-    for root in list_roots(place):
-        if step in (root_steps := steps(root)):
-            folder = get_step_folder(root, step)
-            return folder, _check_run_index(folder, read_index(folder))
-        saved.update(root_steps)
+    with _convert_list_errors(place):
+        for root in list_roots(place):
+            if step in (root_steps := steps(root)):
+                folder = get_step_folder(root, step)
+                return folder, _check_run_index(folder, read_index(folder))
+            saved.update(root_steps)
     raise RunError(
         f"there is no checkpoint of step {step}",
         where=place,
@@ -138,6 +139,11 @@ def _check_run_index(folder: str, index: dict[str, Any]) -> dict[str, Any]:
     if problem := find_run_problem(index["about"]):
         raise make_foreign_error(f"about: {problem}", join_uri(folder, INDEX))
     return index
+
+
+def _convert_list_errors(place: str) -> AbstractContextManager[None]:
+    expected = "a folder of a run or checkpoint that you can read"
+    return convert_os_errors("the checkpoints cannot be listed", where=place, expected=expected)
 
 
 def _is_step(name: str) -> bool:
@@ -199,7 +205,6 @@ def is_pinned(folder: str) -> bool:
     return query_file_info(join_uri(folder, PIN)).is_file
 
 
-@convert_os_errors("the checkpoints cannot be listed", expected="a folder of a run that you can read")
 def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]]:
     """Return (folder, index) of the run's complete checkpoint with the best value of the metric `by`.
 
@@ -207,12 +212,14 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
         RunError: The folder cannot be listed, no checkpoint has a value of the metric, or as for `list_roots`.
         CheckpointError, ConfigError: As for `find`.
     """
-    for root in list_roots(make_absolute(str(place))):
-        if best := _select_best(_read_all_abouts(root), 1, by):
-            return find_step(place, best.pop())
+    place = make_absolute(str(place))
+    with _convert_list_errors(place):
+        for root in list_roots(place):
+            if best := _select_best(_read_all_abouts(root), 1, by):
+                return find_step(place, best.pop())
     raise RunError(
         f"no checkpoint of this run contains a value of the metric {by.key}",
-        where=make_absolute(str(place)),
+        where=place,
         expected="a checkpoint saved after an evaluation during training (train.eval_every_steps) with this metric",
         do="pass --checkpoint STEP, or omit --checkpoint to use the newest checkpoint",
     )

@@ -266,8 +266,10 @@ def find_progress_problem(about: dict[str, Any]) -> str | None:
 
 
 def _find_tensors_problem(index: dict[str, Any]) -> str | None:
-    named, size = index["tensors"].items(), index["block_bytes"]
-    return next(filter(None, (_find_tensor_problem(name[:80], tensor, size) for name, tensor in named)), None)
+    for name, tensor in index["tensors"].items():
+        if problem := _find_tensor_problem(name[:80], tensor, index["block_bytes"]):
+            return problem
+    return None
 
 
 def _find_tensor_problem(name: str, tensor: dict[str, Any], block_bytes: int) -> str | None:

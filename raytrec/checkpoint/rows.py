@@ -53,8 +53,8 @@ class StoredTable:
     def __init__(self, folder: str, index: dict[str, Any], name: str, kind: str = "weight", checked: bool = True):
         entry = index["tensors"].get(TENSOR_KEY.format(name, kind))
         if entry is None:
-            what, names = f"there is no table '{name}'", list_table_names(index)
-            raise make_unknown_word_error(what, name, names, folder, kind=RunError)
+            names = list_table_names(index)
+            raise make_unknown_word_error(f"there is no table '{name}'", name, names, folder, kind=RunError)
         if entry["dtype"] not in NUMPY_DTYPES:
             what, expected = f"table {name} has the unsupported dtype {entry['dtype']}", ", ".join(NUMPY_DTYPES)
             raise CheckpointError(what, where=folder, expected=f"one of {expected}")
@@ -87,7 +87,8 @@ class StoredTable:
         """
         for row in rows:
             if not 0 <= row < self.rows:
-                what, expected = f"table {self._name} has no row {row}", f"rows 0 to {self.rows - 1:,}"
+                what = f"table {self._name} has no row {row}"
+                expected = f"rows 0 to {self.rows - 1:,}"
                 raise RunError(what, where=self._folder, expected=expected)
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         return self.gather(unique)[positions]

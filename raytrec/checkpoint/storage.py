@@ -114,7 +114,8 @@ class ShardWriter(_OneCheckpoint, StorageWriter):
                 raise CheckpointError(what, where=self._folder)
             dtype = item.tensor_data.properties.dtype
             if dtype not in DTYPES.values():
-                what, expected = f"cannot save {item.index.fqn!r} with dtype {dtype}", f"one of {', '.join(DTYPES)}"
+                what = f"cannot save {item.index.fqn!r} with dtype {dtype}"
+                expected = f"one of {', '.join(DTYPES)}"
                 raise CheckpointError(what, where=self._folder, expected=expected)
             if math.prod(item.tensor_data.chunk.sizes) or not math.prod(item.tensor_data.size):
                 items.append(item)  # tensors without any values remain in the plan

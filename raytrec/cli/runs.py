@@ -62,9 +62,9 @@ def tune(
     trials: int | None = None,
     metric: str | None = None,
     at_once: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     grace_steps: int | None = None,
-    reduction_factor: float = 4.0,
+    reduction_factor: float | None = None,
     resume: str | None = None,
     resume_latest: bool = False,
     allow_code: AllowCode = False,
@@ -79,9 +79,9 @@ def tune(
         trials: Number of trials; default: 10.
         metric: Evaluation metric by which trials are compared; default: as for checkpoint.best_metric.
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
-        seed: Seed of the search; the same seed always yields the same values.
+        seed: Seed of the search (default: 0); the same seed always yields the same values.
         grace_steps: Steps before which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: At each comparison, only one in this many trials, the best, continues.
+        reduction_factor: At each comparison, only one in this many trials (default: 4), the best, continues.
         resume (FOLDER): Resume this search; --trials may add trials.
         resume_latest: Resume the newest interrupted search of this command; start a new one if there is none.
     """
@@ -157,7 +157,7 @@ def plan(
 ):
     """Predict sharding, memory and step time on existing or planned machines; read the schema, but no data.
 
-    The exit code is 1 if the run does not fit on one of the clusters, or on no machine of the price list.
+    The exit code is 1 if the run does not fit on one of the clusters or, with --prices or --on any, on any machine.
 
     Options:
         on (2x8xh100-sxm,4x48gib): Clusters, separated by commas, as [HOSTSx]MACHINE. MACHINE is a known machine, or

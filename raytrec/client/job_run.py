@@ -120,7 +120,9 @@ class JobRun(Run):
         if (columns := options.pop("columns", None)) is not None:
             options["columns"] = ",".join(columns)
         for key, value in (places | options).items():
-            words += [f"--{key.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words.append(f"--{key.replace('_', '-')}")
+            if value is not True:
+                words.append(str(value))
         with code() as folder:
             job = self._jobs.start(shlex.join(words), {"working_dir": str(folder)}, name)
         return JobRun(self._jobs, job).wait()

@@ -170,11 +170,11 @@ class Connection:
         with code(places) as folder:
             self._context = _connect(address, folder)
         check_cluster_version(self._context.ray_version, where=address)
-        with self._as_current():
+        with self._make_current():
             self._head, *_ = find_head_nodes()
 
     @contextmanager
-    def _as_current(self) -> Iterator[Any]:
+    def _make_current(self) -> Iterator[Any]:
         """Make this connection Ray's current one, and yield the module ray.
 
         Raises:
@@ -195,7 +195,7 @@ class Connection:
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function on the head node, and return its result; raise the errors of `result`."""
-        with self._as_current() as ray:
+        with self._make_current() as ray:
             if function not in self._remote:
                 self._remote[function] = ray.remote(function).options(**pin_to_node(self._head))
         return self.ask(self._remote[function], *arguments)
@@ -206,17 +206,17 @@ class Connection:
 
     def start(self, remote: Any, *arguments: Any) -> Any:
         """Call a remote function or actor method, and return the object reference of its result without waiting."""
-        with self._as_current():
+        with self._make_current():
             return remote.remote(*arguments)
 
     def actor(self, kind: type) -> Any:
         """Start an actor of class `kind` on the head node, and return its handle."""
-        with self._as_current() as ray:
+        with self._make_current() as ray:
             return ray.remote(kind).options(**pin_to_node(self._head)).remote()
 
     def is_done(self, reference: Any) -> bool:
         """Return True if the result of an object reference is available."""
-        with self._as_current() as ray:
+        with self._make_current() as ray:
             return bool(ray.wait([reference], timeout=0)[0])
 
     def result(self, reference: Any, timeout: float | None = ANSWER_TIMEOUT_S) -> Any:
@@ -233,7 +233,7 @@ class Connection:
         from ray.exceptions import GetTimeoutError, RayError
 
         try:
-            with self._as_current() as ray:
+            with self._make_current() as ray:
                 return ray.get(reference, timeout=timeout)
         except GetTimeoutError:
             raise RunError(f"the cluster did not respond within {timeout} s", where=self.address) from None

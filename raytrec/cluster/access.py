@@ -154,8 +154,9 @@ def _check_listening(address: str, source: str) -> None:
         sleep(0.3)
     if not places:
         return None
+    tried = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in places]
     raise RunError(
-        f"cannot connect to a Ray cluster at {' or '.join(f'{host}:{port}' for host, port in places)}: {why}",
+        f"cannot connect to a Ray cluster at {' or '.join(tried)}: {why}",
         where=source,
         expected="the address of a running cluster that this machine can reach",
         do=get_start_hint(source),
@@ -169,8 +170,10 @@ def get_start_hint(source: str) -> str:
         source: Source of the address, as in `check_cluster`. If it names no key, the advice is for Ray client.
     """
     option, equals, _ = source.partition("=")
-    other = f"{'unset' if option == 'RAY_ADDRESS' else 'omit'} {option} to start a local Ray cluster"
-    other = other if equals else "forward the port of a running cluster"
+    if equals:
+        other = f"{'unset' if option == 'RAY_ADDRESS' else 'omit'} {option} to start a local Ray cluster"
+    else:
+        other = "forward the port of a running cluster"
     return f"start the cluster (on this machine: `raytrec head`), or {other}"
 
 

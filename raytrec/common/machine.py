@@ -255,14 +255,17 @@ def check_gpu(host: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        what, do = f"torch {torch.__version__} cannot use the GPU of {host}", REINSTALL_ADVICE.format(device="cuda")
+        what = f"torch {torch.__version__} cannot use the GPU of {host}"
         if built := torch.version.cuda:
             expected = f"a visible GPU, and NVIDIA's driver for CUDA {built} or newer (nvidia-smi shows its version)"
-            do = "run nvidia-smi on this host; install or update the driver if it fails or shows an older version, "
-            do += "otherwise check CUDA_VISIBLE_DEVICES and the access of containers to GPUs"
+            do = (
+                "run nvidia-smi on this host; install or update the driver if it fails or shows an older version, "
+                "otherwise check CUDA_VISIBLE_DEVICES and the access of containers to GPUs"
+            )
         else:
             what += ": this build of torch is for CPUs"
             expected = "the packages of requirements/cuda.txt on all machines with GPUs"
+            do = REINSTALL_ADVICE.format(device="cuda")
         raise ConfigError(what, where=host, expected=expected, do=do)
     for index in range(torch.cuda.device_count()):
         kind = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)

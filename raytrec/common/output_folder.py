@@ -139,14 +139,7 @@ class ClaimedFolder(OutputFolder):
             os.makedirs(self._path, exist_ok=True)
             descriptor = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            try:
-                lock_file(descriptor)
-            except BlockingIOError:
-                raise RunError(
-                    "another process is writing to this folder",
-                    where=f"--out {self.uri}",
-                    do="wait until that process has ended, or choose another --out",
-                ) from None
+            self._lock(descriptor)
             try:
                 yield
             finally:
@@ -155,6 +148,16 @@ class ClaimedFolder(OutputFolder):
                         os.rmdir(self._path)
         finally:
             os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            lock_file(descriptor)
+        except BlockingIOError:
+            raise RunError(
+                "another process is writing to this folder",
+                where=f"--out {self.uri}",
+                do="wait until that process has ended, or choose another --out",
+            ) from None
 
     def claim(self, name: str, kind: type[T]) -> tuple[set[str], T | None]:
         """Read the claim: the JSON document in which an earlier command stored what the folder contains.

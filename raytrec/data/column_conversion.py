@@ -148,7 +148,12 @@ def find_first_true(wrong: np.ndarray) -> int | None:
 
 
 def check_finite(
-    values: np.ndarray, name: str, place: Place, rows: Callable = int, what: str = "column", advice: str = ""
+    values: np.ndarray,
+    name: str,
+    place: Place,
+    rows: Callable[[int], int] = int,
+    what: str = "column",
+    advice: str = "",
 ) -> None:
     """Raise DataError if a value is NaN or infinite.
 

@@ -69,14 +69,14 @@ def read_delta(folder: str, position: Position, schema: Schema, weights: Mapping
         rows, ids, dense = (
             list(read_batches(folder, position.manifest, operation)) for operation in ("rows", "ids", "dense")
         )
-        return Delta(position, _read_rows(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
+        return Delta(position, _join_tables(rows, schema), _read_ids(ids, schema), _read_dense(dense, weights))
 
 
 def read_row_changes(folder: str, position: Position, schema: Schema) -> dict[str, RowChanges]:
     """Return table → new rows of a delta, and ignore its ids and dense weights; errors are those of `read_delta`."""
     with refuse_unusable(folder, position):
         _check_tables(position, schema)
-        return _read_rows(list(read_batches(folder, position.manifest, "rows")), schema)
+        return _join_tables(list(read_batches(folder, position.manifest, "rows")), schema)
 
 
 @contextmanager
@@ -93,8 +93,10 @@ def _check_tables(position: Position, schema: Schema) -> None:
         if (size := position.manifest.tables.get(name)) is None:
             raise UnusableDeltaError(f"table {name} is missing in the manifest, but the export contains it")
         if (size.rows, size.dim) != (table.rows, table.dim):
-            what = f"table {name} has {size.rows:,} rows of dim {size.dim}"
-            raise UnusableDeltaError(f"{what} instead of {table.rows:,} of dim {table.dim} in the export")
+            raise UnusableDeltaError(
+                f"table {name} has {size.rows:,} rows of dim {size.dim} "
+                f"instead of {table.rows:,} of dim {table.dim} in the export"
+            )
 
 
 def _check_range(table: str, rows: np.ndarray, count: int) -> None:
@@ -106,8 +108,8 @@ def _check_range(table: str, rows: np.ndarray, count: int) -> None:
 Piece = tuple[int, np.ndarray, np.ndarray]  # first column, rows [n], and values of `width` columns, [n, width]
 
 
-def _read_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowChanges]:
-    """Return table → new rows, joined from pieces: rows of a batch that have values for the same range of columns."""
+def _split_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, list[Piece]]:
+    """Return table → pieces; a piece contains rows of a batch that have values for the same range of columns."""
     pieces: dict[str, list[Piece]] = {}
     for batch in batches:
         rows, columns, lists = batch["row"].to_numpy(), batch["column"].to_numpy(), batch["values"]
@@ -118,13 +120,19 @@ def _read_rows(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowCh
         for name, places in select_tables(batch, schema.tables):
             spans = columns[places].astype(np.int64) << 32 | np.diff(offsets)[places]
             for column, width in (divmod(span, 1 << 32) for span in np.unique(spans).tolist()):
-                if column < 0 or width < 1 or column + width > schema.tables[name].dim:
-                    found, dim = f"columns [{column}, {column + width})", schema.tables[name].dim
-                    raise UnusableDeltaError(f"{found} are not columns of table {name}, whose dim is {dim}")
+                dim = schema.tables[name].dim
+                if column < 0 or width < 1 or column + width > dim:
+                    raise UnusableDeltaError(
+                        f"columns [{column}, {column + width}) are not columns of table {name}, whose dim is {dim}"
+                    )
                 chosen = places[spans == (column << 32 | width)]
                 piece = np.lib.stride_tricks.sliding_window_view(values, width)[offsets[chosen]]
                 pieces.setdefault(name, []).append((column, rows[chosen], piece))
-    return {name: _join_rows(name, schema, of_table) for name, of_table in pieces.items()}
+    return pieces
+
+
+def _join_tables(batches: list[pa.RecordBatch], schema: Schema) -> dict[str, RowChanges]:
+    return {name: _join_rows(name, schema, pieces) for name, pieces in _split_rows(batches, schema).items()}
 
 
 def _join_rows(table: str, schema: Schema, pieces: list[Piece]) -> RowChanges:

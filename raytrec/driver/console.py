@@ -86,26 +86,28 @@ class RunConsole:
         """
         self._progress.reset(self._task, total=total, completed=step, figures=f"step {step}/{total}")
         self._total, self._begin, self._figures = total, None, read_metric_displays({"metrics": metrics})
-        values = {"total": total, "step": step, "workers": workers, "metrics": metrics or []}
-        lines.write_message("start", values, self._console.file)
+        self._write_message("start", {"total": total, "step": step, "workers": workers, "metrics": metrics or []})
         if step:
             self.note(f"resuming at step {step} with {format_count(workers, 'worker')}")
 
-    def event(self, event: str, cause: str = "", reason: str = "", **details: Any) -> None:
+    def event(
+        self, event: str, cause: str = "", reason: str = "", again: bool = False, command: str = "", **_: Any
+    ) -> None:
         """Show an event that concerns the user, such as a failure followed by a restart; ignore all other events.
 
         Args:
             event: Name of the event (messages.Event).
             cause: Cause of the event, for "failed" and "waiting".
             reason: Reason of the event, for all others.
-            **details: For "failed", `again`: True if the workers restart; for "asked", `command`: name of the command.
+            again: True if the workers restart, for "failed".
+            command: Name of the command (messages.Command), for "asked".
         """
-        if event == "failed" and details.get("again"):  # otherwise, the command prints the error that ends the run
+        if event == "failed" and again:  # otherwise, the command prints the error that ends the run
             self.warn(f"{cause}; restarting")
         elif event == "waiting":
             self.warn(cause)
         elif event == "asked":
-            is_restart = details.get("command") == Command.RESTART.name  # not every command saves a checkpoint
+            is_restart = command == Command.RESTART.name  # not every command saves a checkpoint
             self.note(f"{reason}: {'asking the workers to restart' if is_restart else 'saving a checkpoint'}")
         elif event == ENDED_EARLY:
             self.note(f"training ends early: {reason}")
@@ -138,7 +140,7 @@ class RunConsole:
         """Print the run folder for clients that follow a job; do nothing if this process is not the driver of a job."""
         if is_job_driver():
             self.note(f"run folder {folder}")
-            lines.write_message(lines.FOLDER, {lines.FOLDER: folder}, self._console.file)
+            self._write_message(lines.FOLDER, {lines.FOLDER: folder})
 
     def train(self, step: int, rows_per_s: float | None, **values: Any) -> None:
         """Show the progress of training or prediction, its speed, and the values of its metrics at a step.
@@ -156,7 +158,7 @@ class RunConsole:
         remaining_s = self._estimate_remaining_s(step)
         line = text if remaining_s is None else f"{text}  {lines.remaining(remaining_s)}"
         if self._plain(line, always=step == self._total):
-            lines.write_message("train", {"step": step, "rows_per_s": rows_per_s, **values}, self._console.file)
+            self._write_message("train", {"step": step, "rows_per_s": rows_per_s, **values})
 
     def eval(self, step: int, curves: Any = None, slices: Any = None, **values: Any) -> None:
         """Show the values of an evaluation's metrics (`values`) at a step; curves and slices are not shown."""
@@ -164,7 +166,7 @@ class RunConsole:
         if self._console.is_terminal:
             self._progress.print(f"{self._name}  {to_plain_text(text)}")
         self._plain(text, always=True)
-        lines.write_message("eval", {"step": step, **values}, self._console.file)
+        self._write_message("eval", {"step": step, **values})
 
     def _estimate_remaining_s(self, step: int) -> float | None:
         """Estimate the seconds until the last step from the speed since the first metrics; None at first."""
@@ -187,6 +189,10 @@ class RunConsole:
         self._last_plain = now
         self._console.print(f"{self._name}  {to_plain_text(text)}", soft_wrap=True)
         return True
+
+    def _write_message(self, kind: str, values: dict[str, Any]) -> None:
+        """Write a JSON line for programs that follow a job; outside of a job, do nothing."""
+        lines.write_message(kind, values, self._console.file)
 
 
 @dataclass(frozen=True)

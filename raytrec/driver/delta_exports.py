@@ -105,8 +105,9 @@ class DeltaExports:
         if code:
             self._errors.seek(0)
             output = "\n" + self._errors.read().decode(errors="replace")
-            _, error, message = output.rpartition("\nerror: ")  # the parts of an error follow in further lines
-            reason = get_last_line(message.partition("\n")[0] if error else message, f"exit code {code}")
+            _, marker, rest = output.rpartition("\nerror: ")
+            last = rest.partition("\n")[0] if marker else rest  # the parts of an error follow in further lines
+            reason = get_last_line(last, f"exit code {code}")
             self._warn(f"step {saved.step} was not exported for services that follow the run: {reason}")
         self._clean_up()
 

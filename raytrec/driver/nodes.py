@@ -131,7 +131,8 @@ def choose_device(config: RunConfig, nodes: list[GpuNode], console: Any) -> str:
         )
     device = scaling.device if scaling.device != "auto" else ("cuda" if nodes else "cpu")
     if device == "cuda" and (cpu_builds := [node.address for node in nodes if node.built_for == "cpu"]):
-        place, advice = "this machine" if is_local() else ", ".join(cpu_builds), REINSTALL_ADVICE.format(device="cuda")
+        place = "this machine" if is_local() else ", ".join(cpu_builds)
+        advice = REINSTALL_ADVICE.format(device="cuda")
         problem = f"the packages on {place} are for CPUs (torch or FBGEMM)"
         if scaling.device == "cuda":
             raise ConfigError(

@@ -133,10 +133,7 @@ def _drive(plan: RunPlan, contents: Future[dict[str, list[FileIdentity]]], conso
 
     try:
         console.phase(describe_connection(config.scaling.address))
-        import ray  # noqa: F401
-
-        # The import takes a second; the module is needed only once Ray has started.
-        Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()
+        _preload_imports()
 
         def work() -> dict[str, Any]:
             write_json(folder / TAGS, hide_all(collect_run_tags() | config.tracking.tags))
@@ -270,3 +267,13 @@ def describe_store(uri: str) -> str:
 def shorten_store_uri(uri: str) -> str:
     """Return the URI of a SQLite store in the current folder with a relative path; other URIs are unchanged."""
     return uri.replace(f"sqlite:///{Path.cwd()}/", "sqlite:///")
+
+
+def _preload_imports() -> None:
+    """Import Ray, and import raytrec.driver.policies in a thread while Ray starts.
+
+    The import of raytrec.driver.policies takes a second, and the module is needed only after the start.
+    """
+    import ray  # noqa: F401
+
+    Thread(target=import_module, args=("raytrec.driver.policies",), daemon=True).start()

@@ -141,10 +141,7 @@ def _describe_model(export: str, manifest: Manifest) -> dict[str, Any]:
     """Return the arguments `signature` and `input_example` of Model.log, derived from the golden rows."""
     golden = pa.ipc.open_file(pa.py_buffer(read_bytes(join_uri(export, GOLDEN)))).read_all()
     scores = [task.column for task in manifest.tasks]
-    rows = golden.drop_columns(scores)[:EXAMPLE_ROWS]
-    # Timestamps are in UTC; MLflow does not support time zones.
-    kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
-    example = rows.cast(pa.schema(kinds)).to_pandas()
+    example = _remove_time_zones(golden.drop_columns(scores)[:EXAMPLE_ROWS]).to_pandas()
     return {"signature": make_signature(golden, scores), "input_example": example if len(example) else None}
 
 
@@ -185,6 +182,12 @@ def make_signature(golden: pa.Table, scores: Collection[str]) -> Any:
         specs.append(ColSpec(kind, field.name, required=False))
     outputs = [each for each in specs if each.name in scores]
     return ModelSignature(Schema([each for each in specs if each.name not in scores]), Schema(outputs))
+
+
+def _remove_time_zones(rows: pa.Table) -> pa.Table:
+    """Return the rows with timestamps in UTC without a time zone, because MLflow does not support time zones."""
+    kinds = [f.with_type(pa.timestamp(f.type.unit)) if types.is_timestamp(f.type) else f for f in rows.schema]
+    return rows.cast(pa.schema(kinds))
 
 
 def _to_mlflow_type(kind: pa.DataType) -> Any:

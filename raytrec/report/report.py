@@ -75,7 +75,9 @@ def build(folder: str | Path, out: str | Path | None = None) -> tuple[Path, list
 def read_run(folder: str | Path) -> RunFolder:
     """Read a run folder; raise RunError if one of its files cannot be read."""
     with convert_os_errors("a file of the run cannot be read", where=str(folder)):
-        return RunFolder.read(folder)
+        run = RunFolder.read(folder)
+        _ = run.config, run.schema, run.files  # read here, because their first access reads the files
+        return run
 
 
 def draw(run: RunFolder) -> list[RenderedFigure]:

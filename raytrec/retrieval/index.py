@@ -117,7 +117,8 @@ class Index:
         """
         if exact or self.faiss is None:
             return search_exactly(self.vectors, queries, k)
-        rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1].astype(np.int64, copy=False)
+        faiss_rows = self.faiss.search(np.ascontiguousarray(queries, np.float32), k)[1]
+        rows = faiss_rows.astype(np.int64, copy=False)
         scores = np.where(rows < 0, -np.inf, compute_dot_products(self.vectors, queries, rows)).astype(np.float32)
         order = np.lexsort((rows, -scores), axis=1)
         return np.take_along_axis(rows, order, 1), np.take_along_axis(scores, order, 1)

@@ -288,12 +288,13 @@ def read_ids(file: Path, manifest: Manifest, table: str) -> IdRows:
             contains values of another type.
     """
     schema, parquet = manifest.data_schema.tables[table], pq.ParquetFile(file)
-    parts = {"where": str(file), "do": "copy or export the model again"}
+    do = "copy or export the model again"
     if parquet.metadata.num_rows > schema.rows:
         what = f"the file contains {format_count(parquet.metadata.num_rows, 'managed id')} of table {table}"
-        raise RunError(what, expected=f"at most {schema.rows:,}, the number of the table's rows", **parts)
+        expected = f"at most {schema.rows:,}, the number of the table's rows"
+        raise RunError(what, where=str(file), expected=expected, do=do)
     ids, rows = (torch.from_numpy(values.to_numpy().copy()) for values in parquet.read(["id", "row"]))
     if rows.dtype != torch.int64 or not ((rows >= 0) & (rows < schema.rows)).all():  # rows of another table
         what = f"column 'row' does not consist of rows of table {table}"
-        raise RunError(what, expected=f"int64 values from 0 to {schema.rows - 1:,}", **parts)
+        raise RunError(what, where=str(file), expected=f"int64 values from 0 to {schema.rows - 1:,}", do=do)
     return IdRows(schema, ids_to_keys(ids), rows)

@@ -151,8 +151,9 @@ class Service:
         if self._token is not None and not (endpoint and endpoint.is_open):
             authorization = request.headers.get("authorization", "")
             if not hmac.compare_digest(authorization.encode(), f"Bearer {self._token}".encode()):
-                what, where = f"the token is {'wrong' if authorization else 'missing'}", "the header Authorization"
-                error = RunError(what, where=where, expected="Authorization: Bearer TOKEN")
+                what = f"the token is {'wrong' if authorization else 'missing'}"
+                expected = "Authorization: Bearer TOKEN"
+                error = RunError(what, where="the header Authorization", expected=expected)
                 raise RefusedRequest(401, error, **{"WWW-Authenticate": "Bearer"})
         if endpoint and request.method == endpoint.method:
             return endpoint

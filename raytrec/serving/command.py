@@ -262,7 +262,8 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         what = f"the service rejected the promotion with status {error.code}"
         raise parse_error(error.read(), what, service, error.code) from None
     except (OSError, InvalidURL) as error:
-        reason, do = getattr(error, "reason", error), "check the address, and that the service is running"
+        reason = getattr(error, "reason", error)
+        do = "check the address, and that the service is running"
         raise RunError(f"the service does not respond: {reason}", where=service, do=do) from None
     except (HTTPException, KeyError, TypeError, ValueError) as error:
         what = f"the response is not that of a service: {type(error).__name__}: {error}"

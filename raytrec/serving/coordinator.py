@@ -251,10 +251,13 @@ class Coordinator:
             if not live and monotonic() - began > 2 * REPLICA_TIMEOUT_S:
                 break
             await asyncio.sleep(0.05)
-        late = [name for name, report in self._live().items() if report.completed_command != self._order.number]
+        live = self._live()
+        late = next((name for name, report in live.items() if report.completed_command != self._order.number), None)
         self._publish_order()
-        what = f"replica {late[0]} has not completed the promotion within {LOAD_TIMEOUT_S:g} s" if late else None
-        raise RunError(what or "no replica responds", where="the service", do="read the log of the service")
+        what = "no replica responds"
+        if live:
+            what = f"replica {late or next(iter(live))} has not completed the promotion within {LOAD_TIMEOUT_S:g} s"
+        raise RunError(what, where="the service", do="read the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:
         """Return the last report of each replica that has reported within REPLICA_TIMEOUT_S."""

@@ -123,4 +123,4 @@ def find_token(name: str | None) -> str:
     Raises:
         RunError: The file cannot be read.
     """
-    return os.environ.get(TOKEN) or (name and token_file(name).exists() and read_token(name)) or ""
+    return os.environ.get(TOKEN) or (name and os.path.exists(token_file(name)) and read_token(name)) or ""

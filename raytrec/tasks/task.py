@@ -150,13 +150,18 @@ def _check_mask(task: Task, by_name: Mapping[str, Task]) -> None:
         current = by_name[current.mask]
         if current.name in chain:
             cycle = chain[chain.index(current.name) :]
-            names = " → ".join([*cycle, current.name])
+            place = list(by_name).index(current.name)
+            do = "set mask to a column that is not the name of a task, or remove mask"
+            if len(cycle) == 1:
+                what = f"task {current.name} is its own mask"
+            else:
+                what = f"masks of tasks form a cycle: {' → '.join([*cycle, current.name])}"
+                do += " from one of the tasks"
             raise ConfigError(
-                f"task {current.name} is its own mask" if len(cycle) == 1 else f"masks of tasks form a cycle: {names}",
-                where=f"tasks[{list(by_name).index(current.name)}].mask",
+                what,
+                where=f"tasks[{place}].mask",
                 expected="another task whose masks form no cycle, or a column of 0 and 1",
-                do="set mask to a column that is not the name of a task, or remove mask"
-                + " from one of the tasks" * (len(cycle) > 1),
+                do=do,
             )
         chain.append(current.name)
 

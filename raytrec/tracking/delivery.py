@@ -84,8 +84,7 @@ class Delivery:
             self._write_lines()
             self._upload_files()
             if self._final_status and not self._ended:
-                ended = self._attempt(self._store.end, self._final_status)
-                self._ended = ended and self._attempt(self._store.join_parent)
+                self._ended = self._attempt(self._end, self._final_status)
         except ConfigError:
             raise
         except Exception as error:
@@ -208,6 +207,10 @@ class Delivery:
                 about = path.stat()
                 versions[path] = about.st_mtime_ns, about.st_size
         return {path: version for path, version in versions.items() if self._uploaded.get(path) != version}
+
+    def _end(self, status: str) -> None:
+        self._store.end(status)
+        self._store.join_parent()
 
 
 def parameters(config: RunConfig) -> dict[str, str]:

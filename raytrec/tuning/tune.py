@@ -40,10 +40,10 @@ def tune(
     *,
     trials: int | None = None,
     metric: str | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     at_once: int | None = None,
     grace_steps: int | None = None,
-    reduction_factor: float = 4.0,
+    reduction_factor: float | None = None,
     resume: str | Path | None = None,
     resume_latest: bool = False,
     allow_code: bool = False,
@@ -59,10 +59,10 @@ def tune(
         overrides: Changes to the configuration, as `section.key=value` strings or a mapping.
         trials: Number of trials; default: 10. The number can be increased with `resume`.
         metric: Key of an evaluation metric; default: the metric that selects the best checkpoints.
-        seed: Seed of the draws; the same seed draws the same configurations.
+        seed: Seed of the draws (default: 0); the same seed draws the same configurations.
         at_once: Maximum number of concurrent trials; default: as many as fit on the machine or cluster.
         grace_steps: Number of steps during which no trial is stopped; default: train.eval_every_steps.
-        reduction_factor: Of the trials at the same age, the best 1 / reduction_factor continue.
+        reduction_factor: Of the trials at the same age, the best 1 / reduction_factor (default: 1 / 4) continue.
         resume: Folder of an interrupted search, which contains all settings; only `trials`, `at_once` and `allow_code`
             may be given with it.
         resume_latest: True to resume the newest interrupted search started by the same command; if there is none, a new
@@ -87,9 +87,9 @@ def tune(
     if at_once is not None and at_once < 1:
         raise ConfigError(f"--at-once is {at_once}", where="command line", expected="a number of at least 1")
     if resume:
-        others = {"CONFIG": source, "overrides": overrides, "--space": space, "--metric": metric, "--seed": seed}
-        others |= {"--grace-steps": grace_steps is not None, "--reduction-factor": reduction_factor != 4.0}
-        if given := [name for name, value in others.items() if value]:
+        names = "CONFIG", "overrides", "--space", "--metric", "--seed", "--grace-steps", "--reduction-factor"
+        others = source, overrides or None, space, metric, seed, grace_steps, reduction_factor
+        if given := [name for name, value in zip(names, others, strict=True) if value is not None]:
             raise ConfigError(
                 f"--resume cannot be combined with {', '.join(given)}, because the search folder contains all settings",
                 where="command line",
@@ -98,7 +98,8 @@ def tune(
         return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
         raise ConfigError("a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml")
-    settings = Settings(10 if trials is None else trials, metric, seed, grace_steps, reduction_factor)
+    factor = 4.0 if reduction_factor is None else reduction_factor
+    settings = Settings(10 if trials is None else trials, metric, seed or 0, grace_steps, factor)
     config = load_config(source, overrides, allow_code=allow_code)
     named = bool(config.run.name or config.run.dir)
     config = resolve(config, source, "tune")

@@ -266,11 +266,15 @@ class EarlyStopping:
         details = {"step": step, "reason": self._describe_end()}
         context.report(messages.Event(event=messages.ENDED_EARLY, details=details))
 
-    def result(self) -> dict[str, Any]:
-        """Return train.ended, the reason why training ended, for result.json; empty without early stopping."""
+    def result(self, total: int) -> dict[str, Any]:
+        """Return train.ended, the reason why training ended, for result.json; empty without early stopping.
+
+        Args:
+            total: Number of steps of the whole run.
+        """
         if self._figure is None:
             return {}
-        return {"train.ended": self._describe_end() if self.over else "after all steps"}
+        return {"train.ended": self._describe_end() if self._progress.step < total else "after all steps"}
 
     def _describe_end(self) -> str:
         figure, history = self._figure, self._progress.early_stopping

@@ -168,7 +168,7 @@ class Trainer:
     def _report_result(self) -> None:
         """Evaluate the test data (validation data if there is none), if any, and report all metrics of the run."""
         context, progress, device = self._context, self._progress, self._context.device
-        result = progress.result() | self._stopping.result() | {"world_size": context.world}
+        result = progress.result() | self._stopping.result(self._total) | {"world_size": context.world}
         rows, rows_per_s = min(self._order.batch_rows, self._train_rows), progress.clock.rows_per_s
         result |= compute_flop_rates(self._step.flops, rows, rows_per_s, device, self._config.train.matmul)
         if self._test:

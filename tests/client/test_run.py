@@ -186,7 +186,7 @@ def test_job_api_recommends_ray_client_for_files():
     run = JobRun(FakeJobs(START_LOG), "mine-1")
     asks = run.tables, run.pictures, run.report, lambda: run.rows("user", [1]), lambda: run.file("plan.json")
     for ask in asks:
-        with pytest.raises(RunError, match="only provides the logs of jobs") as error:
+        with pytest.raises(RunError, match="cannot read the run folder") as error:
             ask()
         assert "ray://HOST:10001" in error.value.expected and "as a job" in error.value.do
 

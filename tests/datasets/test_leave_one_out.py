@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import test_movielens
+from raytrec_datasets.movielens.candidates import read_candidates
 from recipes import SPLITS, get_recipe_error, prepare
 
 from raytrec.common.errors import ConfigError, DataError
@@ -243,10 +244,42 @@ def test_pairs_without_test_items_are_rejected(tmp_path):
     assert "left-out pairs of" in error
 
 
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("userID", pa.array(["1", None]), "userID contains null"),
+        ("movieID", pa.array([3, None]), "movieID contains null"),
+        ("userID", pa.array([1.0, None]), "userID contains null"),
+        ("movieID", pa.array([3.0, 1.5]), "1.5"),
+        ("userID", pa.array(["1", "1.5"]), "1.5"),
+        ("movieID", pa.array(["3", ""]), "cannot read the file"),
+    ],
+)
+def test_pairs_without_whole_numbers_are_rejected(tmp_path, column, values, message):
+    write_source(tmp_path / "in")
+    table = pa.table({"userID": ["1", "2"], "movieID": ["3", "4"]} | {column: values})
+    pq.write_table(table, tmp_path / "in/pairs.parquet")
+    with pytest.raises(DataError, match=message) as error:
+        read_candidates(tmp_path / "in")
+    assert "pairs.parquet" in str(error.value) and "with whole numbers" in str(error.value)
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.float64(), pa.large_string(), pa.dictionary(pa.int32(), pa.string())])
+def test_pairs_can_have_numbers_or_text(tmp_path, kind):
+    write_source(tmp_path / "in")
+    expected = read_candidates(tmp_path / "in")
+    table = pq.read_table(tmp_path / "in/pairs.parquet")
+    columns = {name: pa.array(map(int, table[name].to_pylist())) for name in table.column_names}
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
+        columns = {name: column.cast(pa.string()) for name, column in columns.items()}
+    table = pa.table({name: column.cast(kind) for name, column in columns.items()})
+    pq.write_table(table, tmp_path / "in/pairs.parquet", row_group_size=7)
+    actual = read_candidates(tmp_path / "in")
+    assert (actual.train == expected.train).all() and (actual.movies == expected.movies).all()
+
+
 @pytest.mark.skipif(not (REAL / "ml-1m.test.negative").exists(), reason="ML-1M is not available")
 def test_real_ml1m_candidates_have_expected_counts():
-    from raytrec_datasets.movielens.candidates import read_candidates
-
     data = read_candidates(REAL)
     assert (len(data.train), data.users, data.items) == (994_169, 6040, 3706)
     assert sum(len(items) < 100 for items in data.test.values()) == 156

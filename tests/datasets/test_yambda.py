@@ -108,6 +108,18 @@ def test_malformed_events_are_reported(source, tmp_path, change, message):
     assert message in str(error.value) and str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["is_organic", "timestamps"])
+def test_sequential_columns_without_lists_are_reported(source, tmp_path, name):
+    split_by_type(source, tmp_path, "sequential")
+    path = tmp_path / "sequential/50m/multi_event.parquet"
+    table = pq.read_table(path)
+    table = table.drop_columns([name]).append_column(name, pa.array([1] * len(table)))
+    pq.write_table(table, path)
+    with pytest.raises(DataError, match=f"column {name.removesuffix('s')} is missing") as error:
+        read_events(tmp_path, "50m")
+    assert str(path) in str(error.value)
+
+
 def test_other_layouts_are_refused(tmp_path):
     with pytest.raises(DataError, match="does not have Yambda's layout"):
         read_events(tmp_path, "50m")

@@ -128,7 +128,7 @@ def test_target_that_the_last_step_reaches_does_not_end_the_run_early(tiny_data,
         "train__profile": {"steps": "900..901"},
     }
     run = driver.train(settings(tiny_data, tmp_path / "run", **last))
-    assert run.metrics["train.ended"].startswith("auc reached") and run.metrics["train.steps"] == 16
+    assert run.metrics["train.ended"] == "after all steps" and run.metrics["train.steps"] == 16
     assert read_json_lines(run.path / "events.jsonl", "ended early") == []
     shown = capfd.readouterr().err
     assert "no profile is written, because train.profile.steps begins after the last step of the run" in shown

@@ -103,7 +103,10 @@ def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
     assert run(*given, tmp_path / "shards.pdf") == 1
     assert "shards.pdf is not an .svg or .png file" in capsys.readouterr().err
     assert run(*given, tmp_path / "missing/shards.svg") == 1
-    assert "cannot write the picture: No such file" in (shown := capsys.readouterr().err) and "or change --picture" in shown
+    assert (
+        "cannot write the picture: No such file" in (shown := capsys.readouterr().err)
+        and "or change --picture" in shown
+    )
 
 
 def test_plan_names_the_machines_that_it_assumes(folder, capsys):

@@ -167,7 +167,11 @@ def test_int8_qcomms_exclude_sharding_types_that_add_sums():
     [
         ((16, 32, 48, 64), "table_wise", None),
         ((12, 12, 36, 24), "table_wise", None),
-        ((16, 32, 8, 64), "table_wise", "make exchanges smaller than fp16: each group of 8 values.*a shard of table item has 8"),
+        (
+            (16, 32, 8, 64),
+            "table_wise",
+            "make exchanges smaller than fp16: each group of 8 values.*a shard of table item has 8",
+        ),
         ((16, 16, 16, 20), "table_wise", "int8 would not make exchanges smaller than fp16: each group of 4 values"),
         ((16, 64, 64, 64), "column_wise", "a shard of table user has 4 columns"),  # 16 on 4 ranks
         ((8, 8, 8, 8), "data_parallel", None),

@@ -51,8 +51,8 @@ def run_until_stop(rank, world, values, section, resumed_after=None):
             progress, stopping = begin()
             progress.resume(record)
         if stopping.over:
-            return number, stopping.result()["train.ended"]
-    return None, stopping.result()["train.ended"]
+            return number, stopping.result(progress.step + 1)["train.ended"]
+    return None, stopping.result(progress.step)["train.ended"]
 
 
 def run_all_cases(rank, world, cases):

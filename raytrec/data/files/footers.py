@@ -179,7 +179,8 @@ class FooterStatistics:
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
-        return not self.groups or (bool(self._columns(name)) and all(map(_is_all_null, self._iterate_chunks(name))))
+        is_in_file = bool(self._columns(name))
+        return not self.groups or (is_in_file and all(map(_is_all_null, self._iterate_chunks(name))))
 
     def _find_label_bounds(self, name: str) -> set[float]:
         if len(self._columns(name)) != 1:
