@@ -104,7 +104,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
         "there is no complete checkpoint in this folder with a valid index of a training run",
         where=place,
         expected=f"a run folder with a complete checkpoint in {FOLDER}/ or checkpoint.dir, or a checkpoint folder",
-        do="pass the folder of a run (run.dir) that has saved a checkpoint, or the folder of one checkpoint",
+        do="pass the folder of a run (run.dir) with a checkpoint, or a checkpoint's own folder to see its error",
     )
 
 

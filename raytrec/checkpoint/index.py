@@ -124,8 +124,8 @@ def read_index(folder: str) -> dict:
         raise CheckpointError(
             "the folder contains no complete checkpoint",
             where=where,
-            expected=f"{INDEX}, which is written last",
-            do="pass the folder of a checkpoint; the files of an interrupted save cannot be loaded",
+            expected=f"{INDEX}, which is written last and therefore missing after an interrupted save",
+            do="pass the folder of a complete checkpoint, or a run folder, whose newest complete checkpoint is used",
         ) from None
     except OSError as error:
         raise make_unreadable_error(reason(error), where) from None
@@ -176,9 +176,9 @@ def write_index(folder: str, content: dict) -> None:
 def make_foreign_error(problem: str, where: str) -> CheckpointError:
     """Return the error for a checkpoint whose index does not match a run's; `problem` names the first difference."""
     return CheckpointError(
-        f"the checkpoint is not from a training run ({problem})",
+        f"the index does not describe the checkpoint of a training run ({problem})",
         where=where,
-        expected="a checkpoint that `raytrec train` or `raytrec convert` has written",
+        expected="a checkpoint that `raytrec train` or `raytrec convert` of this version has written",
     )
 
 

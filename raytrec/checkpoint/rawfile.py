@@ -280,6 +280,6 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
             raise CheckpointError(
                 f"{name}, written by a worker, {problem} on the node of rank 0",
                 where=folder,
-                expected="a folder that all nodes share",
-                do="store checkpoints where all nodes can access them at the same path",
+                expected="a folder that all nodes share, and whose files no other process changes",
+                do="set checkpoint.dir to a path that is the same folder on all nodes, or to s3:// or gs://",
             )

@@ -107,7 +107,7 @@ def restore(
         raise CheckpointError(
             f"no checkpoint can be restored ({unreadable} tried): " + "; ".join(result.skip_reasons),
             where=root,
-            expected="at least one checkpoint that is intact and contains only finite values",
+            expected="at least one checkpoint that is intact, matches the model and contains only finite values",
             do="restore an intact checkpoint from a backup, or remove all checkpoints to start over",
         )
     return result

@@ -56,7 +56,7 @@ class StoredTable:
             names = list_table_names(index)
             raise make_unknown_word_error(f"there is no table '{name}'", name, names, folder, kind=RunError)
         if entry["dtype"] not in NUMPY_DTYPES:
-            what, expected = f"table {name} has the unsupported dtype {entry['dtype']}", ", ".join(NUMPY_DTYPES)
+            what, expected = f"cannot read {kind} of table {name} with dtype {entry['dtype']}", ", ".join(NUMPY_DTYPES)
             raise CheckpointError(what, where=folder, expected=f"one of {expected}")
         self._name, self._folder = name, folder
         self.rows, self.dim = _to_rows_and_columns(entry["shape"], 1)
@@ -210,9 +210,9 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         dropped = f"is loaded without the checkpoint's last {format_count(-added, 'row')}"
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
-    suggestion = "drop" if new is None else "resize" if is_resizable else "new"
-    is_convertible = old and new and old.dim == new.dim and (new.ids or not old.ids)
-    conversion = "use raytrec convert, " if is_convertible else ""
+    fits = old and new and old.dim == new.dim and old.out_of_range != "hash"  # hashed ids would get other rows
+    suggestion = "drop" if new is None else "resize" if fits and not managed else "new"
+    conversion = "use raytrec convert, " if fits and (new.ids or not old.ids) else ""
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",

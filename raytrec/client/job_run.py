@@ -80,7 +80,7 @@ class JobRun(Run):
         deadline = monotonic() + JOB_START_TIMEOUT_S
         while not self._folder and self._poll() not in ENDED:
             if monotonic() > deadline:
-                raise RunError(f"no run has started within {JOB_START_TIMEOUT_S} s", where=self.job, do="wait again")
+                raise RunError(f"no run has started in {JOB_START_TIMEOUT_S} s", where=self.job, do="see run.logs()")
             sleep(self.poll_s)
         if not self._folder:
             self._outcome()  # raises an error unless the job succeeded

@@ -199,7 +199,7 @@ class Jobs:
             raise RunError(
                 "no Ray cluster responds",
                 where=self.address,
-                expected="the address of a Ray dashboard",
+                expected="the address of a Ray dashboard; with https://, a trusted certificate",
                 do="forward the dashboard's port (`ray dashboard cluster.yaml`, `kubectl port-forward`), or "
                 "start a local cluster: `raytrec head`",
             ) from None

@@ -171,7 +171,7 @@ def get_start_hint(source: str) -> str:
     """
     option, equals, _ = source.partition("=")
     if equals:
-        other = f"{'unset' if option == 'RAY_ADDRESS' else 'omit'} {option} to start a local Ray cluster"
+        other = f"unset RAY_ADDRESS{' and omit the address' * (option != 'RAY_ADDRESS')} to use this machine alone"
     else:
         other = "forward the port of a running cluster"
     return f"start the cluster (on this machine: `raytrec head`), or {other}"
@@ -199,7 +199,7 @@ def _check_token(address: str, source: str) -> None:
                 f"no Ray cluster responds at {target}",
                 where=source,
                 expected="HOST:PORT of a cluster's head node (default port: 6379), or ray://HOST:PORT",
-                do="correct the address, or set RAY_USE_TLS=1 and Ray's certificates if the cluster uses TLS",
+                do="correct the address or retry; for a cluster with TLS, set RAY_USE_TLS=1 and Ray's certificates",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are
         # not called back.

@@ -88,7 +88,7 @@ def ray_session(address: str | None = None, num_cpus: int | None = None, any_ver
     in_environment = os.environ.get("RAY_ADDRESS")
     alone = not (address or in_environment)
     use_token(create=alone, is_local_only=alone)
-    source = f"scaling.address={address}" if address else f"RAY_ADDRESS={in_environment}"
+    source = f"scaling.address={address} (or --address)" if address else f"RAY_ADDRESS={in_environment}"
     with _start_local_ray(num_cpus) if alone else _join_cluster(address or in_environment, source):
         yield
 

@@ -19,7 +19,7 @@ from raytrec.common.processes import get_owner_name, lock_file, remove_leftovers
 from raytrec.common.reading import UnreadableError, parse_json
 from raytrec.common.storage import join_uri, open_filesystem, read_bytes, sync_to_disk
 
-OTHER_FOLDER_ADVICE = "choose another --out, or remove the folder"
+OTHER_FOLDER_ADVICE = "choose another --out, or remove the folder if its files are not needed"
 T = TypeVar("T")
 
 

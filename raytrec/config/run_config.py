@@ -85,7 +85,7 @@ class RunConfig(Section):
         if data.lanes < workers:
             raise ValueError(
                 f"data.lanes is {data.lanes}, but {workers_key} is {workers}: each worker "
-                "reads at least one lane; increase data.lanes"
+                "reads at least one lane; increase data.lanes, or lower the number of workers"
             )
         if data.global_batch_size < workers:
             raise ValueError(

@@ -199,7 +199,7 @@ class Schema(SchemaPart):
                 join_first_lines([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
-                do="correct the file, or print a schema of the data with `raytrec inspect DIR`",
+                do="correct these keys, or print a schema of the data with `raytrec inspect DIR`",
             ) from None
 
     @classmethod

@@ -30,6 +30,7 @@ from pydantic import Field, JsonValue, field_validator, model_validator
 
 from raytrec.common.errors import shorten_repr
 from raytrec.common.formatting import format_count
+from raytrec.common.storage import split_query
 from raytrec.config.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section, SmallCount, build_section_union
 
 OWN = "module:function"
@@ -256,7 +257,7 @@ class Sample(Section):
         if self.count == "all" and (self.vocabulary or self.exclude):
             key = "vocabulary" if self.vocabulary else "exclude"
             raise ValueError(f"{key} cannot be set with count: all, which uses every id of the table")
-        if self.frequency and not (self.vocabulary or "").endswith(".parquet"):
+        if self.frequency and not split_query(self.vocabulary or "")[0].endswith(".parquet"):
             raise ValueError(
                 "frequency requires a Parquet vocabulary: set vocabulary to a .parquet file that contains this column"
             )

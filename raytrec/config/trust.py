@@ -87,7 +87,7 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
             where=where,
             expected="a configuration that names no code (module:name), no cluster address, no URI that selects its "
             "server and, while an MLflow password is set, no MLflow server",
-            do="add --allow-code or use your own copy of the file if you trust its source; else override these keys",
+            do="if you trust it, add --allow-code (allow_code=True) or use your own copy; else override these keys",
         )
 
 

@@ -123,7 +123,7 @@ def unnest_candidates(table: pa.Table, form: ResolvedReadPlan, place: Place) -> 
                 f"column '{name}' has {format_count(length, 'value')}, but column '{first}' has {other_length}",
                 where=place.of(name, row),
                 expected="one value for each candidate of the row",
-                do=f"correct the data, or the columns under candidates in schema.yaml; or {SKIP_ADVICE}",
+                do=f"correct the data, transforms that drop nulls, or the schema's candidates; or {SKIP_ADVICE}",
             )
         flat[name] = values
     rows = pa.array(np.repeat(np.arange(table.num_rows), np.diff(offsets)))

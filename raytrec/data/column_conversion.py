@@ -20,6 +20,7 @@ from raytrec.data.read_plans import ResolvedReadPlan
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
 SKIP_ADVICE = "skip such rows: data.on_error=skip"
+NULL_LABEL_ADVICE = "set nulls: skip in tasks: [{{label: {label}, nulls: skip}}], or remove a label that no task learns"
 FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one exactly
 
 
@@ -64,7 +65,7 @@ def read_numbers(
         name: Column name.
         place: Location of the first row.
         skips_nulls: True to accept nulls and NaN.
-        is_label: True for a label; the error for a null then names the task setting that skips nulls.
+        is_label: True for a label; the errors for null and NaN then name the task setting that skips them.
         dtype: Float type of the result.
 
     Returns:
@@ -75,13 +76,14 @@ def read_numbers(
         DataError: A value is infinite in `dtype`, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
-    advice = f"set tasks: [{{label: {format_yaml_scalar(name)}, nulls: skip}}]; or " if is_label else ""
+    fill = advise_transform("fill_null", name, value="NUMBER")
+    advice = NULL_LABEL_ADVICE.format(label=format_yaml_scalar(name)) if is_label else fill
     if not skips_nulls and (row := find_first_null(array)) is not None:
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected=f"a number {'in every row' if place.offsets is None else 'for every candidate'}",
-            do=f"{advice}{advise_transform('fill_null', name, value=0)}; or {SKIP_ADVICE}",
+            do=f"{advice}; or {SKIP_ADVICE}",
         )
     values, is_present = as_floats(array, dtype), None
     if skips_nulls:
@@ -163,11 +165,11 @@ def check_finite(
         place: Location of the first row.
         rows: Function from the index of a value to the index of its row; default: one value per row.
         what: Noun for the column in the message.
-        advice: Text before the advice for NaN.
+        advice: Advice for NaN; "": fill_null.
     """
     if (index := find_first_true(~np.isfinite(values))) is not None:
         clip = advise_transform("clip", name, low="NUMBER", high="NUMBER")
-        fill = f"{advice}{advise_transform('fill_null', name, value=0)}"
+        fill = advice or advise_transform("fill_null", name, value="NUMBER")
         raise DataError(
             f"{what} '{name}' contains " + ("NaN" if np.isnan(values[index]) else f"{values[index]} as {values.dtype}"),
             where=place.of(name, rows(index)),
@@ -230,10 +232,12 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
         invalid, kind = invalid | (values != np.floor(values)), "whole number"
     if (row := find_first_true(invalid)) is not None:
         raise DataError(
-            f"label '{name}' is {values[row]:g}",
+            f"label '{name}' is {values[row]:.9g}",
             where=place.of(name, row),
             expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
-            do=f"correct the data; or {advise_transform('binarize', name, at_least='NUMBER')}; or learn the number "
+            do="correct the data, or set the loss's option classes (if it has one) above the largest label"
+            if name in form.plan.whole_labels
+            else f"correct the data; or {advise_transform('binarize', name, at_least='NUMBER')}; or learn the number "
             f"with a regression loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]",
         )
     return values, is_present
@@ -283,7 +287,7 @@ def _read_sample_weights(column: pa.ChunkedArray, name: str, place: Place) -> np
             f"sample weight '{name}' is {values[row]:g}",
             where=place.of(name, row),
             expected="a finite number ≥ 0",
-            do=f"{advise_transform('clip', name, low=0)}; or {SKIP_ADVICE}",
+            do=f"correct the data; or {advise_transform('clip', name, low=0)}; or {SKIP_ADVICE}",
         )
     return values
 
@@ -293,7 +297,7 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
     values, _ = read_numbers(column, name, place, skips_nulls=True)
     if (row := find_first_true((values != 0) & (values != 1))) is not None:
         raise DataError(
-            f"mask '{name}' is {values[row]:g}",
+            f"mask '{name}' is {values[row]:.9g}",
             where=place.of(name, row),
             expected="0 or 1 (false or true) in the column of a task's `mask`",
             do=advise_transform("binarize", name, at_least="NUMBER"),

@@ -217,7 +217,8 @@ def scan(
             "the dataset has no rows"
             + (f", because data.on_error=skip skips {format_count(len(left_out), 'file')}" if left_out else ""),
             where=f"{key}={join_folder_names(places)}",
-            expected=f"at least one row in {listing}" + (f"; first error: {left_out[0].what}" if left_out else ""),
+            expected=f"at least one row in {listing}"
+            + (f"; first error: {left_out[0].what} ({left_out[0].where})" if left_out else ""),
         )
     lists = frozenset().union(*(facts.lists for facts in files))
     suspect_groups = () if skip else tuple(group for facts in files for group in facts.suspect_groups)

@@ -72,9 +72,9 @@ def read_single_ids(table: pa.Table, feature: Feature, no_id: int) -> np.ndarray
     array = _read_ids(table, feature)
     if is_list(array.type):
         raise DataError(
-            f"feature '{feature.name}' has lists of ids, but had one id per row when the files were scanned",
+            f"feature '{feature.name}' has lists of ids instead of one id per row",
             where=feature.place.of(feature.column),
-            expected="the same type as in the scan",
+            expected="the type that the files had when they were scanned; in requests, the type in the training data",
             do="do not modify files while they are read; let data.transforms return the same types for all tables",
         )
     if array.null_count == 0 and pa.types.is_integer(array.type):
@@ -153,7 +153,7 @@ def _align_with_ids(table: pa.Table, name: str, feature: Feature, offsets: np.nd
             f"column '{name}' has {format_count(length, 'value')} for {format_count(ids, 'id')} of '{feature.name}'",
             where=feature.place.of(name, row),
             expected="one value per id",
-            do=f"correct the data; or {SKIP_ADVICE}",
+            do=f"correct the data, or transforms that drop nulls in lists; or {SKIP_ADVICE}",
         )
     if (index := find_first_null(flat)) is not None:
         raise DataError(

@@ -65,7 +65,8 @@ def apply_transforms(
             message = (str(error).splitlines() or [""])[0]
             is_unexpected = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
             kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
-            raise _transform_error(transform, where, f"{kind}{message}", None) from error
+            expected = "modules on the Python path of every node" if isinstance(error, ImportError) else None
+            raise _transform_error(transform, where, f"{kind}{message}", expected) from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             rows = isinstance(after, pa.Table) and f"{format_count(after.num_rows, 'row')}, not {table.num_rows:,}"
             why = f"it returned {rows or f'an object of type {type(after).__name__}'}"
@@ -231,16 +232,13 @@ def _to_positions(ids: pa.Array, name: str, vocab: pa.Array | None) -> pa.Array:
         return ids.cast(pa.int64(), safe=False)
     if vocab is not None and (is_text if is_text(vocab.type) else pa.types.is_integer)(ids.type):
         return pc.index_in(ids.cast(vocab.type), value_set=vocab, skip_nulls=True).cast(pa.int64())
-    advice = f"convert {name} or the vocabulary, so that both have the same type"
+    advice = f"convert {name} or the vocabulary, so that both contain integers, or both text"
     if vocab is None:
-        advice = (
-            "set vocabulary to a Parquet file, or a text file with one id per line, that contains the ids to draw; or "
-            "convert the column to integers first: {do: lookup_vocabulary, …}"
-        )
+        advice = f"convert {name} to integers first (do: cast or lookup_vocabulary), or set vocabulary to a file of ids"
     raise DataError(
         f"sample draws ids of type {'int64' if vocab is None else vocab.type}, but {name} has type {ids.type}",
         where=f"data.transforms, do: sample, exclude: {name}",
-        expected="columns of ids of the same type as the drawn ids",
+        expected="integers, or text if the vocabulary contains text",
         do=advice,
     )
 

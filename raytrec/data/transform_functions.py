@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import types
 
-from raytrec.common.storage import open_filesystem, read_text
+from raytrec.common.storage import open_filesystem, read_text, split_query
 from raytrec.config import transforms as t
 from raytrec.data.arrow import is_number, is_text, to_plain_array
 from raytrec.data.column_conversion import UNITS_PER_SECOND, to_float64
@@ -121,7 +121,7 @@ def read_vocabulary(uri: str, kind: pa.DataType | None) -> pa.Array:
             value that cannot be cast to `kind`.
         OSError, DataError: The file cannot be read.
     """
-    if uri.endswith(".parquet"):
+    if split_query(uri)[0].endswith(".parquet"):
         filesystem, path = open_filesystem(uri)
         values = to_plain_array(pq.read_table(path, filesystem=filesystem).column(0))
     else:
@@ -270,4 +270,4 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
             microseconds = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
             return microseconds.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
-    raise TypeError(f"the column must contain timestamps, dates, ISO text or numbers, not {kind}")
+    raise TypeError(f"times must be timestamps, dates, ISO text or numbers, not {kind}")

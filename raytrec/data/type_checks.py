@@ -21,6 +21,7 @@ from raytrec.data.arrow import (
     plain,
     value_type,
 )
+from raytrec.data.column_conversion import NULL_LABEL_ADVICE
 
 if TYPE_CHECKING:
     from raytrec.data.files.footers import FooterStatistics
@@ -58,7 +59,7 @@ def check_present(
                 f"column '{column}' exists more than once",
                 where=f"{where}, column {column}",
                 expected="a single column or struct field with this name",
-                do="write the file again with a unique name for each column",
+                do="give each column a unique name, in the file or in the result of a user-defined transform",
             ) from None
         if path is None:
             available = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
@@ -68,7 +69,7 @@ def check_present(
                 f"column '{column}' is missing",
                 where=where,
                 expected=f"column '{column}' ({place}) or folders {column}=VALUE; available: {format_names(available)}",
-                do=f"did you mean '{near}'? Correct {place}" if near else f"correct {place}, or the data",
+                do=f"did you mean '{near}'? Correct {place}, or the data" if near else f"correct {place}, or the data",
             )
 
 
@@ -93,7 +94,7 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
     for name in schema.select_candidate_names([*form.plan.labels, *schema.dense, *schema.sparse]):
         column = schema.get_ids_column(name) if name in schema.sparse else name
         if not is_list(plain(kind := arrow.field(column).type)):
-            what, advice = f"candidate column '{column}'", f"remove {name} from candidates in schema.yaml"
+            what, advice = f"candidate column '{column}'", f"write lists, or remove {name} from the schema's candidates"
             expected = "a list in each row, with one value per candidate"
             raise _unsupported_type_error(what, kind, column, uri, expected, advice)
     numbers = [(name, "label", form.plan.skips_nulls(name)) for name in form.plan.labels]
@@ -143,7 +144,8 @@ def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
         }.get(role, "name another column")
         return _advise_fields(kind, column) or f"{advice}, or transform each value of {column} to one number"
     if types.is_null(kind):
-        return f"{advise_transform('fill_null', column, value=0)} to replace nulls, the only values"
+        fill = f"{advise_transform('fill_null', column, value='NUMBER')} to replace nulls, the only values"
+        return NULL_LABEL_ADVICE.format(label=format_yaml_scalar(column)) if role == "label" else fill
     return _advise_fields(kind, column) or _advise_time(kind, column) or CONVERSION_ADVICE
 
 
@@ -189,8 +191,7 @@ def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet,
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
     if not allowed and not is_text(kind):
-        number = advise_transform("cast", column, to="int64") + "; or name another column"
-        advice = number if is_number(kind) else _advise_time(kind, column) or "name another column"
+        advice = advise_transform("cast", column, to="int64") + "; or name another column"
         what, expected = f"column '{column}' of groups or items", "integers, text, bools or dates"
         raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 

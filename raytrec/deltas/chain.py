@@ -109,8 +109,8 @@ def open_stream(config: RunConfig) -> None:
         elif stored is None or stored != own:
             owner = f"run {stored.run}, stream {stored.id[:8]}" if stored else "an unknown run"
             expected = f"a new folder, or one whose {STREAM_FILE} equals {DELTA_STREAM} of the run folder"
-            do = "choose another export.deltas.to, or remove the folder"
-            raise ConfigError(f"the folder contains the deltas of {owner}", where=where, expected=expected, do=do)
+            do = "choose another export.deltas.to, or remove the folder if its deltas are not needed"
+            raise ConfigError(f"the folder is for the deltas of {owner}", where=where, expected=expected, do=do)
 
 
 def read_stream(config: RunConfig) -> DeltaStream:

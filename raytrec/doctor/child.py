@@ -264,7 +264,7 @@ def measure_rates(ranks: int, show: Callable[[str], None]) -> Rates:
             raise RunError(
                 f"rank {futures.index(answer)} could not measure its rates: {error}",
                 where=f"{format_count(ranks, 'rank')} on this machine",
-                do="run `raytrec check` on a small configuration to find the cause",
+                do="run `raytrec doctor` to find the cause, or pass fewer --ranks (at most one per GPU)",
             ) from None
     rates = compute_rates([answer.result()["samples"] for answer in futures])
     show(f"{rates.matrix['fp32'] / 1e9:.0f} GFLOP/s in fp32, {rates.copy / 1e9:.0f} GB/s of memory bandwidth")

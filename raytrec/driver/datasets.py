@@ -185,7 +185,7 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
                 where=f"data.transforms, do: sample, column: {schema.get_ids_column(feature)}, count: all",
                 expected=f"a model that reads at least {per_row} ids per row",
                 do=(f"set model.max_negatives={per_row}" if is_negatives else f"set count: {read_ids} in the transform")
-                + ", or a larger data.global_batch_size",
+                + (", or a larger data.global_batch_size" if rows < train.rows else ""),
             )
 
 
@@ -215,7 +215,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
                 "would evaluate nothing",
                 where=f"{datasets['train'].uri}, data.global_batch_size={data.global_batch_size}",
                 expected="two or more folders of files, such as one per day",
-                do="set data.train to the parent folder of the days, or lower data.global_batch_size",
+                do="set data.train to the days' parent folder, widen data.partitions, or lower data.global_batch_size",
             )
         datasets["valid"] = open_dataset(config, schema, data.train, "data.train", held_out=True)
     if data.holdout and not data.valid:

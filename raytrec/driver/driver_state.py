@@ -123,7 +123,7 @@ def ask_to_stop(note: DriverRecord) -> None:
         PermissionError: The driver process belongs to another user.
     """
     if not is_alive(note):
-        raise RunError("the run is not running: its driver process has ended", expected="a run in progress")
+        raise RunError("the driver of the run, process {pid} on {host}, has ended".format(**note))
     os.kill(note["pid"], signal.SIGTERM)
 
 

@@ -203,7 +203,7 @@ def check_memory(config: RunConfig, schema: Schema) -> None:
             f"machine has {memory / GIB:,.1f} GiB of memory{disk}",
             where=f"schema.yaml, tables; the largest is {largest}: {table.rows:,} rows × {table.dim}",
             expected=f"tables that fit in memory{' and on disk' if uses_disk else ''}",
-            do="reduce rows (out_of_range: hash maps any id into range) or dim; or train on a cluster"
+            do=f"reduce dim or rows{'' if table.ids else ' (out_of_range: hash maps ids into range)'}; or use a cluster"
             + ("" if uses_disk else f"; or store tables on disk: plan.tables.{largest}.compute_kernel=fused_mmap"),
         )
 

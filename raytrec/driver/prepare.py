@@ -214,7 +214,7 @@ def make_run_folder(folder: Path, config: RunConfig, schema: Schema) -> None:
             f"the checkpoint folder already contains checkpoints up to step {saved_steps[0]}",
             where=config.checkpoint_root,
             expected="a new folder",
-            do=f"{resume}choose another run.dir or checkpoint.dir",
+            do=f"{resume}choose another {'checkpoint.dir' if config.checkpoint.dir else 'run.dir or run.name'}",
         )
     with convert_os_errors("cannot write the run folder", where=str(folder)):
         folder.mkdir(parents=True, exist_ok=True)

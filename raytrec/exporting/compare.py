@@ -59,9 +59,9 @@ def select_golden_rows(dataset: Dataset, count: int) -> tuple[pa.Table, list[Par
     widened = [pa.schema([(f.name, widen_type(f.type)) for f in each]) for each in schemas]
     try:
         kinds = pa.unify_schemas(widened, promote_options="permissive")
-    except pa.ArrowTypeError as error:  # such as text in a file, and floats that are all null in another
-        what, expected = f"columns have different types: {get_first_line(error)}", "columns of one type in all files"
-        raise DataError(what, where=dataset.uri, expected=expected, do="write all files with the same types") from None
+    except (pa.ArrowTypeError, pa.ArrowInvalid) as error:  # such as text in a file, and floats in another
+        what, do = f"columns have different types: {get_first_line(error)}", "write files of one type, or set --data"
+        raise DataError(what, where=dataset.uri, expected="columns of one type in all files", do=do) from None
     kinds = pa.schema([kinds.field(name) for name in form.columns])
     return pa.concat_tables([kinds.empty_table(), *(table.cast(kinds) for table in tables)]), parts
 

@@ -63,6 +63,7 @@ class Program:
         except DisallowedContent as error:
             raise ConfigError(
                 f"the exported model contains {error}",
+                where="model.name",
                 expected="operators of torch.ops.aten that check all sizes and indices",
                 do="use only operators listed in OPERATORS in raytrec/scoring/operators.py",
             ) from error

@@ -99,12 +99,12 @@ def has_label_name(name: str) -> bool:
 
 def _feature(s: ColumnStats) -> Finding:
     if not s.values:
-        return Finding(s, "skipped", "only empty lists" if s.is_list and s.nulls < s.rows else "only nulls")
+        return Finding(s, "skipped", "only nulls or empty lists" if s.is_list else "only nulls")
     if s.distinct <= 1 and not s.nulls and not s.nan and not s.is_list:
         return Finding(s, "skipped", "constant")
     unit = _find_epoch_unit(s)
     if s.base == "time" or unit:
-        return Finding(s, "skipped", f"a time; to use it as a feature, {_time_hint(s, unit)}")
+        return Finding(s, "skipped", f"{'possibly ' * bool(unit)}a time; to use it as a feature, {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
         return Finding(s, "skipped", "a different value in each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):

@@ -82,9 +82,7 @@ def inspect(
         ConfigError: `max_rows` is less than one.
     """
     if not uri.strip():
-        raise DataError(
-            "the path of the data is empty", where="raytrec inspect", expected="a Parquet file or a folder of them"
-        )
+        raise DataError("the path of the data is empty", where="raytrec inspect", expected="a Parquet file or folder")
     if max_rows is not None and max_rows < 1:
         raise ConfigError(f"cannot read {max_rows} rows", where="--rows", expected="a number ≥ 1")
     uri, labels, reserve_columns = find_train_folder(uri), labels or [], list(dict.fromkeys(reserve_columns or []))
@@ -139,7 +137,7 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
         "cannot determine the label column",
         where=uri,
         expected=f"a column named {', '.join(LABEL_NAMES[:5])} or similar",
-        do=f"pass --label COLUMN; columns of 0 and 1: {', '.join(likely[:20]) or 'none'}{others if ratings else ''}",
+        do=f"pass --label COLUMN; two-valued columns: {', '.join(likely[:20]) or 'none'}{others if ratings else ''}",
     )
 
 

@@ -65,7 +65,8 @@ class FullRanking:
         parts, ranking_device = [], None
         for outputs in step.evaluate(record_keys(), "item"):
             vectors = outputs.vectors[outputs.rows > 0]
-            ranking_device = ranking_device or choose_ranking_device(rows, self._device, 4 * vectors.shape[1])
+            row_bytes = 3 * 4 * vectors.shape[1]  # the parts, all vectors, and the sorted vectors
+            ranking_device = ranking_device or choose_ranking_device(rows, self._device, row_bytes)
             parts.append(vectors.to(ranking_device))
         all_vectors = torch.cat(parts)
         sorted_keys, order = torch.from_numpy(np.concatenate(keys)).to(all_vectors.device).sort()

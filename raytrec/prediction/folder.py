@@ -274,7 +274,6 @@ def check_output_folder(out: str, data: str) -> str:
             f"the predictions would be written into the folder of their input {data}",
             where=f"--out {out}",
             expected="a folder outside the input data",
-            do="choose another --out",
         )
     return prefix + below
 

@@ -125,7 +125,7 @@ class Index:
 
     def _check_queries(self, vectors: np.ndarray, k: int) -> np.ndarray:
         if isinstance(k, bool) or not isinstance(k, int | np.integer) or k < 1:
-            raise ConfigError(f"k is {k}", where="search", expected="a whole number of at least 1")
+            raise ConfigError(f"k is {shorten_repr(k)}", where="search", expected="a whole number of at least 1")
         queries = np.asarray(vectors, np.float32)
         queries = queries[np.newaxis] if queries.ndim == 1 else queries
         width = self.vectors.shape[1]
@@ -283,13 +283,13 @@ def require_faiss() -> ModuleType:
     """Return the faiss module.
 
     Raises:
-        ConfigError: faiss is not installed.
+        ConfigError: faiss cannot be imported.
     """
     try:
         import faiss
-    except ImportError:
+    except ImportError as error:
         raise ConfigError(
-            "faiss is not installed",
+            f"faiss cannot be imported: {get_first_line(error)}",
             where=sys.prefix,
             expected="the extra raytrec[faiss]",
             do="run `pip install faiss-cpu`, or build an index for exact search without --faiss",

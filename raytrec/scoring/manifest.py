@@ -188,7 +188,7 @@ class Manifest(Section):
             if len(stack.files) != -(-rows // stack.block_rows):
                 raise ValueError(f"stacks: the number of files does not match the {rows:,} rows of {tables}")
         if set(self.ids) != set(self.data_schema.managed):
-            raise ValueError("ids: the entries do not match the tables with managed ids")
+            raise ValueError(f"ids: expected tables with managed ids: {', '.join(self.data_schema.managed) or 'none'}")
         return self
 
     def count_rows(self, stack: StackEntry) -> int:

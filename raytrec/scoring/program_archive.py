@@ -107,8 +107,8 @@ def load_program(file: Path, inputs: int) -> torch.fx.GraphModule:
         what, do = f"the program cannot be read: {get_first_line(error)}", "copy or export the model again"
         raise RunError(what, where=str(file), expected="an archive written by `raytrec export`", do=do) from None
     if (count := sum(node.op == "placeholder" for node in module.graph.nodes)) != inputs:
-        taken, expected = format_count(count, "tensor"), format_count(inputs, "tensor")
-        raise RunError(f"the program {file.name} takes {taken}", where=str(file), expected=expected)
+        what, expected = f"the program takes {format_count(count, 'tensor')}", f"{inputs}, as in the manifest"
+        raise RunError(what, where=str(file), expected=expected, do="copy or export the model again")
     return module
 
 

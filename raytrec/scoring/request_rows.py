@@ -314,7 +314,7 @@ def to_array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if types.is_integer(element or kind):  # Arrow would truncate fractions
         flat = chain.from_iterable(each for each in values if each is not None) if element else values
         if float in set(map(type, flat)):
-            raise TypeError("the values contain a fraction instead of a whole number")
+            raise TypeError("a value has a decimal point instead of being a whole number")
     return array
 
 
@@ -323,7 +323,7 @@ def _to_times(values: Sequence[Any], kind: pa.DataType, element: pa.DataType) ->
     lists = [values] if element == kind else [each for each in values if each is not None]
     kinds = set(map(type, chain.from_iterable(lists)))
     if float in kinds or (kinds & {int, bool} and not types.is_duration(element)):
-        raise TypeError("a time is a number, whose unit is not known")
+        raise TypeError("a time is a number with a decimal point or without a known unit")
     if str not in kinds:
         return pa.array(values, kind)
     array = pa.array(values, pa.string() if element == kind else pa.list_(pa.string()))

@@ -280,7 +280,7 @@ def parse_address(service: str) -> SplitResult:
         url = urlsplit(service)
         if url.scheme in ("http", "https") and url.hostname and url.port != 0:
             return url
-    raise RunError(f"'{service}' is not the address of a service", expected="http://HOST:PORT")
+    raise RunError(f"'{service}' is not the address of a service", expected="http:// or https://HOST:PORT")
 
 
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:

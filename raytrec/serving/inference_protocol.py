@@ -206,7 +206,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             if (size is not None) == has_data:
                 raise ValueError("the values are both in data and in binary" if has_data else "the values are missing")
             if (size or 0) > len(binary):
-                raise ValueError(f"only {format_count(len(binary), 'byte')} of the binary values remain")
+                raise ValueError(f"binary_data_size is {size}, but only {format_count(len(binary), 'byte')} remain")
             kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
             if entry.datatype == "BYTES" and place >= 0:  # times are text, as in JSON
                 kind = element if types.is_temporal(element := value_type(columns.field(place).type)) else kind

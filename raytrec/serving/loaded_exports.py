@@ -144,7 +144,7 @@ def load_either(
             if (version := versions.version) == export.version:
                 return versions, errors[0].what if errors else None
             what = f"the export has been changed in place from version {export.version} to {version}"
-            errors.append(RunError(what, where=export.uri, do="write each export to a new folder"))
+            errors.append(RunError(what, where=export.uri, do="write each export to a new folder, and promote it"))
         except RaytrecError as error:
             errors.append(error)
     raise errors[0]

@@ -143,7 +143,7 @@ def skew(log: str, export: str, *, data: str | None = None, rows: int = SAMPLE_R
     if data:
         training = [group for each in group_by_version(make_absolute(data), "--data").values() for group in each]
         if not training:
-            raise DataError("the files have no rows", where=str(data), expected="the rows of the training data")
+            raise DataError("the files have no rows", where=f"--data {data}", expected="the rows of the training data")
         trained = read_rows(scorer, training, rows, logged=False)
         compared = _Comparison(logged, trained).measures(scorer.reader.form.schema)
         measures, data_rows = sorted(compared, key=lambda m: (not m.differs, -m.psi)), trained.rows

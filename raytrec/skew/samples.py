@@ -96,7 +96,7 @@ def _iterate_tables(
     makes the sample reproducible.
 
     Yields:
-        (file, table of at most ROWS_PER_SCORING rows).
+        (location of the first row, for errors; table of at most ROWS_PER_SCORING rows).
     """
     draw = np.random.default_rng(0)
     rows_per_group, remaining = -(-rows // min(MAX_ROW_GROUPS, len(groups))), rows
@@ -110,7 +110,9 @@ def _iterate_tables(
                 types = {field.name: field.type for field in reader.columns}
                 form = replace(form, types=types, from_folders=find_folder_columns(arrow, form, group.path))
             table = decode_columns(group.path, group.index, first, count, columns, form.folders)
-            yield from ((group.path, table.slice(at, ROWS_PER_SCORING)) for at in range(0, count, ROWS_PER_SCORING))
+            for at in range(0, count, ROWS_PER_SCORING):
+                origin = f"{group.path}, row group {group.index}, from row {first + at}"
+                yield origin, table.slice(at, ROWS_PER_SCORING)
         remaining -= count
 
 
@@ -133,11 +135,11 @@ def read_rows(scorer: Scorer, groups: Sequence[RowGroup], rows: int, *, logged: 
     columns = [*reader.columns.names, *([*names, REQUEST_COLUMN] if logged else [])]
     pieces: list[Rows] = []
     nulls, requests, scores, rescored = Counter(), set[str](), [], []
-    for file, table in _iterate_tables(groups, rows, reader, columns):
+    for origin, table in _iterate_tables(groups, rows, reader, columns):
         try:
             pieces.append(reader.read(table))
         except DataError as error:
-            raise DataError(**error.parts | {"where": f"{file}: {error.parts['where']}"}) from None
+            raise DataError(**error.parts | {"where": f"{origin}: {error.parts['where']}"}) from None
         for name, columns_of_name in sources.items():
             null = np.any([pc.is_null(table[source]).to_numpy() for source in columns_of_name], axis=0)
             nulls[name] += int(null.sum())

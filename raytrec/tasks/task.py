@@ -108,8 +108,7 @@ def resolve_tasks(sections: Sequence[TaskSection], schema: Schema) -> tuple[Task
         raise ConfigError(
             f"{names.count(name)} tasks have the name {name}",
             where=", ".join(f"tasks[{place}]" for place, other in enumerate(names) if other == name),
-            expected="a different name for each task; the default is the label",
-            do="set a different name for each of these tasks",
+            do="set a different name for each of these tasks; the default is the label",
         )
     for task in tasks:
         _check_mask(task, by_name)
@@ -199,7 +198,6 @@ def check_model_learns(tasks: Sequence[Task], model: ModelSection) -> None:
         raise ConfigError(
             "only one task can use loss: from_model",
             where=f"tasks[{places[1]}].loss",
-            expected="one task with loss: from_model",
             do="set another loss for one of the tasks",
         )
     if places and not model.own_loss:

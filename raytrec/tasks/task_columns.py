@@ -15,7 +15,7 @@ import pyarrow as pa
 from raytrec.common.errors import ConfigError, DataError, format_suggestion
 from raytrec.config.features import select_needed_transforms
 from raytrec.config.run_config import RunConfig
-from raytrec.config.schema import Schema
+from raytrec.config.schema import Schema, advise_transform
 from raytrec.config.tasks import RetrievalSection
 from raytrec.config.transforms import Transform
 from raytrec.data.fragments import Dataset
@@ -124,7 +124,7 @@ def check_frequency_columns(tasks: Sequence[Task], types: Mapping[str, pa.DataTy
                 f"column '{column}', which tasks.item_frequency names, has type {types[column]}",
                 where=f"{uri}, column {column}",
                 expected="an integer type, because the values are numbers of occurrences",
-                do=f"add to data.transforms: {{do: cast, columns: [{column}], to: int64}}; or use another column",
+                do=f"{advise_transform('cast', column, to='int64')}; or use another column",
             )
 
 

@@ -147,10 +147,10 @@ def _run(search: Search, at_once: int | None) -> Search:
                 console.note(f"to resume: {command}")
                 raise
     if search.best is None:
-        failed = next((trial.error for trial in search.trials if trial.error), "no trial was evaluated")
-        raise RunError(
-            f"no trial has a result: {failed}", where=str(folder), do=f"correct the cause, then resume: {command}"
-        )
+        failed = next((trial.error for trial in search.trials if trial.error), "")
+        what = f"no trial has a result: {failed or f'no evaluation has a value of {search.figure.key}'}"
+        do = f"correct the cause, then resume: {command}" if failed else "start a new search with another --metric"
+        raise RunError(what, where=str(folder), do=do)
     return search
 
 

@@ -117,7 +117,7 @@ def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
     write_files(tmp_path, "table/day=1/a.parquet", "plain/b.parquet")
     write_marker(tmp_path / "table" / marker)
     (tmp_path / "plain/part.parquet").symlink_to(tmp_path / target)
-    with pytest.raises(DataError, match=r"the folder is, or is part of, a \w+"):
+    with pytest.raises(DataError, match=r"the path is part of, or contains, a \w+"):
         list_files(str(tmp_path / "plain"), "data.train")
 
 

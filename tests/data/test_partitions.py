@@ -66,8 +66,8 @@ def test_partition_range_selects_folders(clicks, first, last, expected):
         ("2026-11-02", None, "'2026-11-02' is not a partition"),
         ("day=2026-11-02", None, r"do not match data.partitions \(day=2026-11-02\)"),
         ("hour=9", None, r"the partition keys of a file \(date=2026-11-01/hour=2\)"),
-        ("date=2027-01-01", None, "no partition exists between date=2027-01-01 and the last"),
-        ("date=2026-11-03", "date=2026-11-01", "no partition exists between"),
+        ("date=2027-01-01", None, "no file is in a partition between date=2027-01-01 and the last"),
+        ("date=2026-11-03", "date=2026-11-01", "no file is in a partition between"),
     ],
 )
 def test_invalid_partition_ranges_are_rejected(clicks, first, last, message):

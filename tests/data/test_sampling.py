@@ -139,6 +139,11 @@ def test_invalid_sample_options_are_rejected(keys, why):
         make_transform(**{"rows": None} | keys)
 
 
+def test_uri_of_a_vocabulary_may_have_a_query():
+    vocabulary = "s3://bucket/ids.parquet?region=eu-west-1"
+    assert make_transform(rows=None, vocabulary=vocabulary, frequency="count").vocabulary == vocabulary
+
+
 def test_draw_rows_default_to_the_rows_of_the_table():
     made = set_draw_rows(parse([{"do": "sample", "column": "negatives", "count": 5}]), SCHEMA)
     assert made == (make_transform(exclude=[]),)

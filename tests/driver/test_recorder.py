@@ -108,7 +108,7 @@ def test_checkpoints_of_another_run_cannot_be_resumed_from_a_new_folder(tmp_path
     write_index_only(tmp_path / "other", 3)
     with pytest.raises(RunError, match="already contains checkpoints up to step 3") as error:
         make_run_folder(tmp_path / "run", config, Schema.load(tiny_data / "schema.yaml"))
-    assert error.value.do == "choose another run.dir or checkpoint.dir"
+    assert error.value.do == "choose another checkpoint.dir"
 
 
 def test_error_about_a_locked_folder_names_no_earlier_driver(tmp_path):

@@ -112,7 +112,7 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
             raise ConfigError(
                 f"two checks have the name {cls.name}: {path} and {first.__module__}:{first.__qualname__}",
                 where=CUSTOM_CHECKS_KEY,
-                do=f"give {path} another name in @check(NAME)",
+                do=f"give {path} another name in @check(NAME), or remove one of the two",
             )
         chosen[cls.name] = EnabledCheck(cls, reaction, f"{CUSTOM_CHECKS_KEY}: {{{path}: warn}}")
     return {name: enabled for name, enabled in chosen.items() if enabled.reaction != "off"}

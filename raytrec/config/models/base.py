@@ -80,7 +80,7 @@ class ModelSection(Section):
                     f"the ids of {feature} have weights, which lookup_l2 does not support",
                     where="model.lookup_l2",
                     expected="tables whose features have no weights",
-                    do="list only other tables in model.lookup_l2={TABLE: …}, or use weight_decay instead",
+                    do="list only other tables in model.lookup_l2={TABLE: …}, or use optim.embeddings.weight_decay",
                 )
         return result
 

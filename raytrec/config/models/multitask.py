@@ -101,7 +101,7 @@ class ESMMSection(ModelSection):
                 f"esmm has towers for click and conversion only, not for {', '.join(others)}",
                 where="tasks, model.name",
                 expected="two tasks",
-                do="remove the other tasks, or set model.name=dbmtl, which relates any number of tasks",
+                do="remove the other tasks, or set model={name: dbmtl}, which relates any number of tasks",
             )
         if wide := [name for name, columns in tasks.items() if columns != 1]:
             raise ConfigError(
@@ -288,6 +288,6 @@ class HstuRankSection(TargetedSection):
             raise ConfigError(
                 f"'{time}' is {'scaled' if time in schema.scale else 'not a dense column'}",
                 where="model.request_time",
-                expected="a dense column without scale",
+                expected=f"an unscaled dense column ({', '.join(sorted({*schema.dense} - {*schema.scale})) or 'none'})",
                 do=f"{f'remove {time} from scale' if time in schema.scale else f'add {time} to dense'} in schema.yaml",
             )

@@ -77,7 +77,7 @@ def _check_first_order(schema: Schema, model: str, tasks: Mapping[str, int], fea
                 where="schema.yaml, tables",
                 expected=f"a dim above {outputs}, because in {model}, a row contains a first-order weight for each "
                 "column of logits and the vector of the id",
-                do=f"give {table} a dim of {(outputs // 4 + 1) * 4} or more",
+                do=f"give {table}, and any other table whose dim is too small, a dim of {(outputs // 4 + 1) * 4}",
             )
 
 

@@ -152,7 +152,7 @@ class NcfSection(PairSection):
                 "ncf does not support share_negatives, because its MLP reads user and item together",
                 where="model.share_negatives",
                 expected="a model whose scores are dot products, which can be computed for many rows at once",
-                do="remove share_negatives, or set model.name to mf or two_tower",
+                do="remove share_negatives, or use the model mf or two_tower",
             )
 
     def widths(self, schema: Schema) -> tuple[int, int, int]:
@@ -236,7 +236,7 @@ class TwoTowerSection(SampledSection):
                 f"the item tower reads {', '.join(sorted(of_item))}, but only the ids of negatives are known",
                 where="model.towers.item, model.negatives",
                 expected="a single sparse feature in the item tower, with the same ids as the negatives",
-                do="remove negatives (in_batch_softmax needs none), or remove the other features",
+                do="remove negatives (in_batch_softmax needs none), or the other names from the tower and the schema",
             )
         self.check_negatives(schema, next(iter(of_item)))
 

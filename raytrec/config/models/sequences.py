@@ -80,7 +80,7 @@ class TargetedSection(ModelSection):
                 f"sequence {sequence} has no default target: {len(same)} features other than sequences use its table",
                 where="model.target",
                 expected="exactly one feature that shares the sequence's table, or an explicit target",
-                do=f"set model.target to one of {', '.join(same or bags)}" if bags else "add a feature of the target",
+                do=f"set model.target to one of {', '.join(same or bags)}" if bags else "add such a feature to sparse",
             )
         return same[0]
 

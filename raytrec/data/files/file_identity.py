@@ -202,7 +202,7 @@ def _read_with_retry(path: str, read: Callable[[pa.NativeFile, int | None], File
         raise DataError(
             f"cannot read the file: {get_first_line(error)}",
             where=path,
-            expected=storage_hint(path) + "a complete file that does not change while it is read",
+            expected=storage_hint(path) + "a readable and complete file that does not change while it is read",
         ) from None
 
 

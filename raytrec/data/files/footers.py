@@ -100,8 +100,8 @@ def read_footer(uri: str) -> pq.FileMetaData:
         metadata = retry_read(uri, read)
         _ = metadata.schema.to_arrow_schema().names, metadata.schema.names  # raises if names are not UTF-8
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        is_malformed = getattr(error, "errno", None) is None  # the system's errors have an errno
-        fault = "the file is not a complete Parquet file" if is_malformed else "cannot read the file"
+        is_malformed = getattr(error, "errno", None) is None  # the system's errors on disk have an errno
+        fault = "cannot read the file as Parquet" if is_malformed else "cannot read the file"
         expected = "a file that is neither cut off nor still being written" if is_malformed else "a readable file"
         if isinstance(error, UnicodeDecodeError):
             fault, expected = "the name of a column is not UTF-8", "names in UTF-8"
@@ -109,7 +109,7 @@ def read_footer(uri: str) -> pq.FileMetaData:
             f"{fault}: {get_first_line(error)}",
             where=uri,
             expected=storage_hint(uri) + expected,
-            do="write or copy the file again, or remove it" if is_malformed else "make the file readable, or remove it",
+            do="make the file readable, write or copy it again, or remove it",
         ) from None
     return metadata
 

@@ -29,7 +29,7 @@ PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the 
 TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
 MAX_NAMES_PER_REASON = 100  # maximum number of names per reason in the run folder
-UNREADABLE_KINDS = "pipes, devices, broken links, or names that are not UTF-8"
+UNREADABLE_KINDS = "pipes, devices, broken links, files without permission, or names that are not UTF-8"
 REASON_UNREADABLE = f"unreadable: {UNREADABLE_KINDS}"
 
 
@@ -112,13 +112,11 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
             raise DataError(
                 "the path does not exist",
                 where=where,
-                expected="a folder of .parquet files, a file, or a list of folders: [a, b]; globs are not expanded",
-                do="correct the path, or write the data with `raytrec prepare`",
+                expected="a folder of .parquet files, or a file; globs are not expanded",
+                do="correct the path" + "; list several as [a, b]; or run `raytrec prepare`" * key.startswith("data."),
             )
         if kind == fs.FileType.Unknown:
-            raise DataError(
-                "the path is neither a folder nor a regular file", where=where, expected="a folder or a Parquet file"
-            )
+            raise DataError("the path is neither a folder nor a regular file", where=where, expected="a folder or file")
         local, linked = filesystem.type_name == "local", set[str]()
         left_out = defaultdict[str, list[str]](list)
         entries: list[ListedFile] = []
@@ -254,8 +252,8 @@ def _select_parquet_files(
         raise DataError(
             f"cannot read {format_count(len(unreadable_parquet), 'file')} named *.parquet: {UNREADABLE_KINDS}",
             where=f"{where}, {unreadable_parquet[0]}",
-            expected="regular files with UTF-8 names",
-            do="remove each such file, or rename it with a leading _",
+            expected="readable regular files with UTF-8 names",
+            do="make each such file readable, remove it, or rename it with a leading _",
         )
     if unreadable:
         left_out[REASON_UNREADABLE] += unreadable

@@ -104,9 +104,9 @@ def select_partitions(paths: list[str], root: str, between: PartitionBounds, uri
             chosen.append(path)
     if not chosen:
         raise DataError(
-            f"no partition exists between {between[0] or 'the first'} and {between[1] or 'the last'}",
+            f"no file is in a partition between {between[0] or 'the first'} and {between[1] or 'the last'}",
             where=f"data.partitions, {uri}",
-            expected=f"a range that contains files, such as {paths[0].removeprefix(root).lstrip('/')}",
+            expected=f"a range with at least one file; the first file is {paths[0].removeprefix(root).lstrip('/')}",
         )
     return chosen
 
@@ -205,8 +205,8 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
             if match := pattern.search(entry):
                 table = entry[: match.start()]
                 raise DataError(
-                    f"the folder is, or is part of, {name}: its files may contain rows that were removed, replaced or "
-                    "never committed",
+                    f"the path is part of, or contains, {name}: its files may contain rows that were removed, replaced "
+                    "or never committed",
                     where=f"{where}, {table}{match.group()}",
                     expected="a folder of Parquet files that contain only current rows",
                     do="write the current rows as plain Parquet: " + TABLE_FORMATS[name][1].format(table=table),

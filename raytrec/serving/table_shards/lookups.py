@@ -194,7 +194,7 @@ class ShardedLookups(Lookups):
         began, asked, missing = monotonic(), [], set[int]()
         if (size := sum(each.vector_bytes for each in lookups)) > MAX_VALUE_BYTES:
             what, expected = f"the vectors of all ids take {size:,} bytes", f"at most {MAX_VALUE_BYTES:,} bytes"
-            raise DataError(what, where="the rows", expected=expected, do="send fewer rows per request")
+            raise DataError(what, where="the rows", expected=expected, do="send fewer rows or shorter lists")
         for connection in self._connections:
             stacks = [each.request(connection.number) for each in lookups]
             if rows := sum(len(each.rows) for each in stacks):

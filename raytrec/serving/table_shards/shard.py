@@ -147,8 +147,8 @@ class TableShard:
         if not self._find(state.key):
             tables = self._load_followed(state) if state.delta else load_tables(state.uri, self._part)
             if state.key not in tables.keys:
-                what = f"the export has been changed in place from version {state.key} to {tables.keys[0]}"
-                raise RunError(what, where=state.uri, do="write each export to a new folder")
+                what = f"the export was changed in place from version {state.version} to {tables.keys[0].split()[0]}"
+                raise RunError(what, where=state.uri, do="write each export to a new folder, and promote it")
             newest = sorted(self._tables, key=lambda each: each.used_s)[1 - MAX_LOADED :]
             self._tables = [*newest, tables]
 
