@@ -204,14 +204,15 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     is_same_kind = len(managed) != 1 and (not managed or old.own_rows == new.own_rows)
     if old and new and is_same_kind and (old.rows, old.dim) == (new.rows, new.dim):
         return TableWarmStart("exact", new.rows, None)
-    is_resizable = old and new and not managed and old.dim == new.dim
+    # Hashed ids would get other rows in a table of another size.
+    is_resizable = old and new and not managed and old.dim == new.dim and old.out_of_range != "hash"
     if is_resizable and policy == "resize":
         added = new.rows - old.rows
         dropped = f"is loaded without the checkpoint's last {format_count(-added, 'row')}"
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
-    fits = old and new and old.dim == new.dim and old.out_of_range != "hash"  # hashed ids would get other rows
-    suggestion = "drop" if new is None else "resize" if fits and not managed else "new"
+    fits = old and new and old.dim == new.dim and old.out_of_range != "hash"
+    suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     conversion = "use raytrec convert, " if fits and (new.ids or not old.ids) else ""
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
@@ -224,7 +225,7 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
 def _describe_table(table: Table) -> str:
     size = f"{table.rows:,} × {table.dim}"
     if not table.ids:
-        return size
+        return f"{size} with hashed ids" if table.out_of_range == "hash" else size
     return f"{size} with managed ids (fallback rows: {table.ids.fallback_rows:,})"
 
 

@@ -223,7 +223,7 @@ class ChecksSection(Section):
     """Live checks during training, and the reaction to a failed check."""
 
     every_steps: PositiveInt | None = 500
-    """Steps between checks, in addition to checks at the start and before checkpoints; null: only these checks."""
+    """Steps between checks, besides those at the start, after step 2 and before checkpoints; null: only these."""
     at_checkpoints: bool = True
     """Check before each checkpoint."""
     same_environment: Reaction = "stop"

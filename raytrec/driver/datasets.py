@@ -220,7 +220,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
         datasets["valid"] = open_dataset(config, schema, data.train, "data.train", held_out=True)
     if data.holdout and not data.valid:
         datasets |= hold_out(datasets["train"], data.holdout)
-        if "valid" in datasets and (config.eval.slices or config.eval.retrieval):
+        if config.eval.slices or config.eval.retrieval:
             read_more = open_dataset(config, schema, data.train, "data.train", held_out=True)
             datasets["valid"] = hold_out(read_more, data.holdout)["valid"]
     check_lookup_l2(config, schema, datasets)
@@ -243,7 +243,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
 
 
 def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Dataset]:
-    """Split the training data into "train" and, if there are enough rows, "valid".
+    """Split the training data into "train" and "valid".
 
     Args:
         train: Training data.
@@ -251,11 +251,22 @@ def hold_out(train: Dataset, share: float | Literal["auto"]) -> dict[str, Datase
             MAX_HOLDOUT_ROWS rows.
 
     Returns:
-        {"train": remaining rows, "valid": held-out rows}, or {"train": all rows} if no row group has n rows.
+        {"train": remaining rows, "valid": held-out rows}.
+
+    Raises:
+        DataError: No row group has n rows, so none can be held out.
     """
     every = max(10, -(-train.rows // MAX_HOLDOUT_ROWS))
-    remaining, held_out = train.hold_out(every if share == "auto" else round(1 / share))
-    return {"train": remaining} | ({"valid": held_out} if held_out else {})
+    every = every if share == "auto" else round(1 / share)
+    remaining, held_out = train.hold_out(every)
+    if held_out is None:
+        raise DataError(
+            f"data.holdout cannot hold out a row of every {every:,}, because all row groups are smaller",
+            where=train.uri,
+            expected=f"a row group of at least {every:,} rows",
+            do="set data.valid, set data.holdout to a larger share, or write larger row groups",
+        )
+    return {"train": remaining, "valid": held_out}
 
 
 def open_dataset(

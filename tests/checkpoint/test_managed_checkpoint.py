@@ -188,6 +188,17 @@ def test_warm_start_takes_over_managed_ids(uninterrupted_run):
         assert rows == stored[f"ids/{name}/row"] and set(last) == {-1}
 
 
+def test_warm_start_rejects_another_number_of_hashed_rows():
+    made = managed_config(1, {"sharding_type": "row_wise"}, "sgd")
+    made.warm_start.tables = {"user": "resize"}
+    old, new = (
+        managed_schema({**TABLES, "user": {"rows": rows, "dim": 8, "out_of_range": "hash"}}) for rows in (15, 30)
+    )
+    with pytest.raises(SchemaError, match="15 × 8 with hashed ids in the checkpoint") as error:
+        resolve_warm_starts(made, old, new)
+    assert "set warm_start.tables.user=new, or" in error.value.do
+
+
 @pytest.mark.parametrize(
     "table,policy,message",
     [

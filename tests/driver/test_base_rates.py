@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from raytrec.common.errors import DataError
 from raytrec.config.run_config import load_config
 from raytrec.driver.datasets import open_data
 from raytrec.tasks.task_columns import explain_ignored_log_odds
@@ -72,6 +73,9 @@ def test_log_odds_exclude_held_out_rows(tmp_path):
     assert len(held) == 10 and datasets["train"].log_odds == pytest.approx((log(positive / (90 - positive)),))
     _, datasets = open_data(load_config(config, [f"data.valid={tmp_path}/train"]))
     assert datasets["train"].rows == datasets["valid"].rows == 100
+    pq.write_table(pa.table(columns | {"z": rows % 2, "y": rows % 2}), tmp_path / "train/a.parquet", row_group_size=9)
+    with pytest.raises(DataError, match="cannot hold out a row of every 10, because all row groups are smaller"):
+        open_data(config)
 
 
 def test_log_odds_include_labels_of_partition_folders(tmp_path):
