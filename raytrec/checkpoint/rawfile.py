@@ -53,7 +53,10 @@ def make_folder(folder: str) -> None:
 
 
 class RawFileWriter(AbstractContextManager):
-    """Sequential writer of a new file. After an error in its block, a local file is removed; an object stays open.
+    """Sequential writer of a new file, used as a context manager.
+
+    After an error in its block, a local file is removed. The stream of an object is not closed, because closing it
+    would create an incomplete object.
 
     Args:
         folder: Existing local folder, or URI.

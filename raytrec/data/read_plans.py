@@ -210,7 +210,10 @@ class ResolvedReadPlan:
 
     @cached_property
     def trained_columns(self) -> list[str]:
-        """Return the columns in `columns` that affect training."""
+        """Return the columns in `columns` that can affect training: all but those that are only reserved, not compared.
+
+        Inputs of all transforms, and columns of groups (reserved.groups), are included.
+        """
         plan = self.plan
         learned = {*plan.schema.columns, *plan.reserved.groups, *(c.column for c in plan.task_columns)}
         return resolve_input_columns(

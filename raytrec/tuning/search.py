@@ -55,8 +55,10 @@ class Settings:
         trials: Number of trials, 1 to MAX_TRIALS.
         metric: Key of an evaluation metric; None: the metric that selects the best checkpoints.
         seed: Seed of the draws, at least 0.
-        grace_steps: Number of steps during which no trial is stopped; None: train.eval_every_steps.
-        factor: Reduction factor, 1.1 to 10⁶; of the trials at the same age, the best 1 / factor continue.
+        grace_steps: Number of steps, at the batch size of the search's configuration, during which no trial is stopped;
+            None: train.eval_every_steps. A trial with another batch size is spared for the same number of rows.
+        factor: Reduction factor f, 1.1 to 10⁶. Trials are compared after g, g × f, g × f², … rows, where g is the grace
+            period in rows. A trial continues if it is in the best 1 / f of those that reached this age before it.
 
     Raises:
         ConfigError: A number is out of range.

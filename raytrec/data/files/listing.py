@@ -152,7 +152,7 @@ ListedFile = tuple[str, int | None]  # (path, size in bytes; None: not readable,
 
 
 def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
-    """Return the entries of a local folder.
+    """Return the files in a local folder and its subfolders. A hidden file or folder is a single entry of size 0.
 
     Symbolic links are followed after all other entries have been visited. Hidden folders are not entered.
     Hard links to one file from several partitions count as several files, because their partition columns
