@@ -95,7 +95,7 @@ def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     try:
         table = pq.read_table(path, columns=["userID", "movieID"])
-        users, movies = (_whole_numbers(table, name) for name in ("userID", "movieID"))
+        users, movies = (_read_whole_numbers(table, name) for name in ("userID", "movieID"))
     except (pa.ArrowException, OSError, ValueError, KeyError) as error:
         expected = "columns userID and movieID with whole numbers"
         raise DataError(f"cannot read the file: {error}", where=str(path), expected=expected) from None
@@ -103,7 +103,7 @@ def _numbered(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([users - 1, items], axis=1), known
 
 
-def _whole_numbers(table: pa.Table, name: str) -> np.ndarray:
+def _read_whole_numbers(table: pa.Table, name: str) -> np.ndarray:
     """Return a column of numbers or text as int64 [n].
 
     Raises:

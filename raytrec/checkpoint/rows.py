@@ -205,13 +205,13 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
     if old and new and is_same_kind and (old.rows, old.dim) == (new.rows, new.dim):
         return TableWarmStart("exact", new.rows, None)
     # Hashed ids would get other rows in a table of another size.
-    is_resizable = old and new and not managed and old.dim == new.dim and old.out_of_range != "hash"
+    fits = old and new and old.dim == new.dim and old.out_of_range != "hash"
+    is_resizable = fits and not managed
     if is_resizable and policy == "resize":
         added = new.rows - old.rows
         dropped = f"is loaded without the checkpoint's last {format_count(-added, 'row')}"
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
-    fits = old and new and old.dim == new.dim and old.out_of_range != "hash"
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
     conversion = "use raytrec convert, " if fits and (new.ids or not old.ids) else ""
     raise SchemaError(

@@ -95,8 +95,8 @@ class EvalSection(Section):
 
     slices: list[str] = Field(default_factory=list, max_length=20)
     """Columns of data.reserve_columns with few values, such as country. For each task without classes, number of
-    rows, AUC and calibration are reported for the 10 most frequent values and the 10 worst: by lowest AUC among values
-    with enough rows of both labels, or, unless all labels are 0 or 1, by calibration."""
+    rows, AUC and calibration are reported for the 10 most frequent and the 10 worst values. The worst have the lowest
+    AUC among values with enough rows of both labels. If not all labels are 0 or 1, calibration decides."""
     max_exact_rows: PositiveInt = 2_000_000
     """Maximum number of rows of an evaluation that a worker keeps in memory for rank-based and grouped metrics. Beyond
     this number, areas under curves are computed from bins, with a bound on their error, and grouped rows are

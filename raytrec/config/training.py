@@ -16,7 +16,7 @@ class WorkerRange(Section):
     """Range of the number of workers of an elastic run."""
 
     min: SmallCount
-    """Minimum number of workers. The run waits for room while other work, lost nodes or an autoscaler may free or add it.
+    """Minimum number of workers. The run waits for room that other work, returning nodes or an autoscaler can provide.
     A cluster that is too small even when idle, without an autoscaler, is an error at the start."""
     max: SmallCount
     """Maximum number of workers."""

@@ -76,20 +76,18 @@ def read_numbers(
         DataError: A value is infinite in `dtype`, or a value is null or NaN and `skips_nulls` is False.
     """
     array = to_plain_array(column)
-    fill = advise_transform("fill_null", name, value="NUMBER")
-    advice = NULL_LABEL_ADVICE.format(label=format_yaml_scalar(name)) if is_label else fill
     if not skips_nulls and (row := find_first_null(array)) is not None:
         raise DataError(
             f"column '{name}' contains a null",
             where=place.of(name, row),
             expected=f"a number {'in every row' if place.offsets is None else 'for every candidate'}",
-            do=f"{advice}; or {SKIP_ADVICE}",
+            do=f"{_advise_null(name, is_label)}; or {SKIP_ADVICE}",
         )
     values, is_present = as_floats(array, dtype), None
     if skips_nulls:
         is_present = ~np.isnan(values)
         values = np.where(is_present, values, dtype(0))
-    check_finite(values, name, place, advice=advice)
+    check_finite(values, name, place, is_label=is_label)
     return values, is_present
 
 
@@ -144,6 +142,12 @@ def find_first_null(array: pa.Array) -> int | None:
     return pc.index(array.is_null(), True).as_py() if array.null_count else None
 
 
+def _advise_null(name: str, is_label: bool) -> str:
+    if is_label:
+        return NULL_LABEL_ADVICE.format(label=format_yaml_scalar(name))
+    return advise_transform("fill_null", name, value="NUMBER")
+
+
 def find_first_true(wrong: np.ndarray) -> int | None:
     """Return the index of the first True in a bool array, or None if all values are False."""
     return int(wrong.argmax()) if wrong.any() else None
@@ -155,7 +159,7 @@ def check_finite(
     place: Place,
     rows: Callable[[int], int] = int,
     what: str = "column",
-    advice: str = "",
+    is_label: bool = False,
 ) -> None:
     """Raise DataError if a value is NaN or infinite.
 
@@ -165,16 +169,15 @@ def check_finite(
         place: Location of the first row.
         rows: Function from the index of a value to the index of its row; default: one value per row.
         what: Noun for the column in the message.
-        advice: Advice for NaN; "": fill_null.
+        is_label: True if the column is a label.
     """
     if (index := find_first_true(~np.isfinite(values))) is not None:
         clip = advise_transform("clip", name, low="NUMBER", high="NUMBER")
-        fill = advice or advise_transform("fill_null", name, value="NUMBER")
         raise DataError(
             f"{what} '{name}' contains " + ("NaN" if np.isnan(values[index]) else f"{values[index]} as {values.dtype}"),
             where=place.of(name, rows(index)),
             expected=f"finite {values.dtype} numbers",
-            do=f"{fill if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
+            do=f"{_advise_null(name, is_label) if np.isnan(values[index]) else clip}; or {SKIP_ADVICE}",
         )
 
 
@@ -231,14 +234,16 @@ def read_label(column: pa.ChunkedArray, name: str, form: ResolvedReadPlan, place
     if name in form.plan.whole_labels:
         invalid, kind = invalid | (values != np.floor(values)), "whole number"
     if (row := find_first_true(invalid)) is not None:
+        if name in form.plan.whole_labels:
+            do = "correct the data, or set the loss's option classes (if it has one) above the largest label"
+        else:
+            do = f"correct the data; or {advise_transform('binarize', name, at_least='NUMBER')}; or learn the number "
+            do += f"with a regression loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]"
         raise DataError(
             f"label '{name}' is {values[row]:.9g}",
             where=place.of(name, row),
             expected=f"a {kind} in [{low:g}, {high:g}], the range of the task's loss",
-            do="correct the data, or set the loss's option classes (if it has one) above the largest label"
-            if name in form.plan.whole_labels
-            else f"correct the data; or {advise_transform('binarize', name, at_least='NUMBER')}; or learn the number "
-            f"with a regression loss: tasks: [{{label: {format_yaml_scalar(name)}, loss: mse}}]",
+            do=do,
         )
     return values, is_present
 

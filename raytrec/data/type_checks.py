@@ -191,7 +191,8 @@ def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet,
 def _check_group(kind: pa.DataType, column: str, uri: str) -> None:
     allowed = types.is_integer(kind) or types.is_boolean(kind) or types.is_date(kind) or types.is_null(kind)
     if not allowed and not is_text(kind):
-        advice = advise_transform("cast", column, to="int64") + "; or name another column"
+        cast = advise_transform("cast", column, to="int64")
+        advice = (_advise_time(kind, column) if types.is_time(kind) else cast) + "; or name another column"
         what, expected = f"column '{column}' of groups or items", "integers, text, bools or dates"
         raise _unsupported_type_error(what, kind, column, uri, expected, advice)
 

@@ -123,7 +123,8 @@ def ask_to_stop(note: DriverRecord) -> None:
         PermissionError: The driver process belongs to another user.
     """
     if not is_alive(note):
-        raise RunError("the driver of the run, process {pid} on {host}, has ended".format(**note))
+        process = f"process {note.get('pid')} on {note.get('host')}"
+        raise RunError(f"the driver of the run, {process}, has ended or runs on another host")
     os.kill(note["pid"], signal.SIGTERM)
 
 

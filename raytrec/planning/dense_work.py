@@ -1,6 +1,6 @@
 """Operations, memory traffic and kernel launches of the dense layers in a step.
 
-They are counted by running the layers on the meta device, or on CPU with few rows, or estimated from the weights.
+The numbers come from running the layers on the meta device, or on CPU with few rows, or from the weights.
 """
 
 from __future__ import annotations

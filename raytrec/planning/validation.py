@@ -198,7 +198,7 @@ def check_qcomms(config: RunConfig, schema: Schema, constraints: Constraints, wo
         if each.sharding != ("data_parallel",)
     }
     if widths and (group := gcd(*widths.values())) <= INT8_SCALE_BYTES:
-        table = next((table for table, width in widths.items() if width % 16), min(widths, key=widths.__getitem__))
+        table = min((table for table, width in widths.items() if width % 16), key=widths.__getitem__)
         raise ConfigError(
             f"int8 would not make exchanges smaller than fp16: each group of {group} values (the greatest common "
             f"divisor of all shard widths) needs {INT8_SCALE_BYTES} more bytes for its minimum and step size; a shard "

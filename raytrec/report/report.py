@@ -76,7 +76,7 @@ def read_run(folder: str | Path) -> RunFolder:
     """Read a run folder; raise RunError if one of its files cannot be read."""
     with convert_os_errors("a file of the run cannot be read", where=str(folder)):
         run = RunFolder.read(folder)
-        _ = run.config, run.schema, run.files  # read here, because their first access reads the files
+        _ = run.config, run.schema  # their first access reads the files, and may raise OSError
         return run
 
 

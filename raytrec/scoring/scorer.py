@@ -206,8 +206,8 @@ class Scorer:
         """Read a user and candidates, in the forms that `predict` accepts, for `rank` or `score`.
 
         A few candidates are returned as rows that contain the user's columns, if scoring such rows is faster. The
-        first call for a set of user columns measures the number of candidates from which it is slower
-        (`find_min_candidates`).
+        first call for a set of user columns measures the number of candidates from which scoring such
+        rows is slower (`find_min_candidates`).
 
         Args:
             user: One row.

@@ -254,9 +254,8 @@ class Coordinator:
         live = self._live()
         late = next((name for name, report in live.items() if report.completed_command != self._order.number), None)
         self._publish_order()
-        what = "no replica responds"
-        if live:
-            what = f"replica {late or next(iter(live))} has not completed the promotion within {LOAD_TIMEOUT_S:g} s"
+        what = f"replica {late} has not" if late else "the replicas have not"
+        what = f"{what} completed the promotion within {LOAD_TIMEOUT_S:g} s" if live else "no replica responds"
         raise RunError(what, where="the service", do="read the log of the service")
 
     def _live(self) -> dict[str, ReplicaState]:

@@ -123,4 +123,9 @@ def find_token(name: str | None) -> str:
     Raises:
         RunError: The file cannot be read.
     """
-    return os.environ.get(TOKEN) or (name and os.path.exists(token_file(name)) and read_token(name)) or ""
+    if (token := os.environ.get(TOKEN)) or not name:
+        return token or ""
+    file = token_file(name)
+    do = f"correct the permissions of the file and its folder, or set {TOKEN}"
+    with convert_os_errors(f"the token of service {name} cannot be read", where=str(file), do=do):
+        return read_token(name) if file.exists() else ""

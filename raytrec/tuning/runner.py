@@ -212,8 +212,8 @@ class Runner:
         with suppress(RunError), hold_run_lock(trial.folder, patience, self._console.note):
             pass  # waits until the process of a killed search has saved
         trial.state, trial.error = State.RUNNING, ""
-        again = f" again from its newest checkpoint, if any (last step: {trial.step})" if trial.step else ""
-        self._console.note(f"trial {trial.number} starts{again}: {trial.values_text}")
+        suffix = f" again from its newest checkpoint, if any (last step: {trial.step})" if trial.step else ""
+        self._console.note(f"trial {trial.number} starts{suffix}: {trial.values_text}")
         self._write_record()
         return TrialProcess(trial, environment)
 

@@ -245,8 +245,6 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
     space.check_training_data(config)
     check_no_redacted_values(config)
     schema, datasets = open_data(config)
-    if config.data.holdout and "valid" not in datasets:  # the row groups are too small
-        config = config.with_overrides({"data.holdout": None})
     is_local = starts_local_ray(config.scaling.address)
 
     def check(trial: RunConfig) -> MetricDisplay:
