@@ -178,8 +178,8 @@ class Schema(SchemaPart):
         return any(f.weights for f in self.sparse.values())
 
     @classmethod
-    def parse(cls, values: object, where: str) -> Schema:
-        """Build a schema from plain values; `where` names their source in errors.
+    def parse(cls, values: object, where: str, do: str = "correct these keys") -> Schema:
+        """Build a schema from plain values; errors name their source `where` and the advice `do`.
 
         Raises:
             SchemaError: The values are not a valid schema. One message lists up to 20 problems, with the nearest
@@ -187,10 +187,7 @@ class Schema(SchemaPart):
         """
         if not isinstance(values, dict):
             raise SchemaError(
-                "the schema is not a mapping of keys",
-                where=where,
-                expected="labels, dense, sparse and tables",
-                do="create a schema with `raytrec inspect DIR`",
+                "the schema is not a mapping of keys", where=where, expected="labels, dense, sparse and tables", do=do
             )
         try:
             return cls.model_validate(values)
@@ -199,7 +196,7 @@ class Schema(SchemaPart):
                 join_first_lines([_explain(dict(e)) for e in error.errors()[:20]], error.error_count()),
                 where=where,
                 expected="labels, dense, sparse: {feature: {table, pooling}}, tables: {table: {rows, dim}}",
-                do="correct these keys, or print a schema of the data with `raytrec inspect DIR`",
+                do=do,
             ) from None
 
     @classmethod
@@ -213,7 +210,7 @@ class Schema(SchemaPart):
             values = parse_yaml(text)
         except UnreadableError as error:
             raise SchemaError(f"cannot parse the YAML: {error}", where=where) from None
-        return cls.parse(values, where)
+        return cls.parse(values, where, "restore the file from a backup, or use another checkpoint")
 
     @classmethod
     def load(cls, path: str | Path) -> Schema:
@@ -232,7 +229,8 @@ class Schema(SchemaPart):
             expected="a schema.yaml next to the data, or data.schema=PATH",
             do="create a schema with `raytrec inspect DIR > schema.yaml`",
         )
-        return cls.parse(read_settings(str(path), "schema", missing), str(path))
+        do = "correct the file, or print a schema of the data with `raytrec inspect DIR`"
+        return cls.parse(read_settings(str(path), "schema", missing), str(path), do)
 
     def to_yaml(self, comments: Mapping[tuple[str, str], str] | None = None) -> str:
         """Return the text of a schema.yaml: one line per feature and table, without keys that have default values.

@@ -270,4 +270,4 @@ def to_timestamps(array: pa.Array, since_1970: str | None) -> pa.Array:
             microseconds = pc.round(pc.multiply(array.cast(pa.float64()), scale)).cast(pa.int64())
             return microseconds.cast(pa.timestamp("us"))
         return array.cast(pa.int64()).cast(pa.timestamp(since_1970))
-    raise TypeError(f"times must be timestamps, dates, ISO text or numbers, not {kind}")
+    raise TypeError(f"times must be timestamps, dates, ISO text, integers or floats, not {kind}")

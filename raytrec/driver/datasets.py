@@ -345,4 +345,4 @@ def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str
     errors = [error for dataset in datasets.values() for error in dataset.left_out]
     for error in errors:
         faults.leave_out(error, rows=None)  # the number of their rows is unknown
-    return [f"skipped {error.where}: {error.what}" for error in errors]
+    return [f"skipped a file: {error.what} ({error.where})" for error in errors]

@@ -96,7 +96,8 @@ def load_evaluation_config(
     values = parse_stored_schema(about).model_dump()
     for override in of_tables:
         _apply_table_override(values["tables"], override)
-    return config, Schema.parse(values, "the checkpoint's schema" + "".join(f" with {o}" for o in of_tables))
+    where = "the checkpoint's schema" + "".join(f" with {override}" for override in of_tables)
+    return config, Schema.parse(values, where, "correct the override")
 
 
 def _apply_table_override(tables: dict[str, dict[str, Any]], override: str) -> None:

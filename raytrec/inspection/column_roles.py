@@ -70,7 +70,8 @@ def find_role(s: ColumnStats, labels: list[str], other_labels: bool) -> Finding:
         if s.is_probability or labels or not other_labels:
             return _label(s, "named with --label" if labels else "its name")
         values = f" ({_values(s)})" if _values(s) else ""
-        return Finding(s, "skipped", s.trouble or f"named like a label, but not a column of numbers in [0, 1]{values}")
+        kind = "a list" if s.is_list else f"not a column of numbers in [0, 1]{values}"
+        return Finding(s, "skipped", s.trouble or f"named like a label, but {kind}")
     if s.trouble or s.lacking or len(format_yaml_scalar(s.name)) > MAX_NAME_CHARS:
         return Finding(s, "skipped", s.trouble or s.lacking or "its name is too long for YAML")
     return _add_hints(_feature(s))
@@ -106,7 +107,7 @@ def _feature(s: ColumnStats) -> Finding:
     if s.base == "time" or unit:
         return Finding(s, "skipped", f"{'possibly ' * bool(unit)}a time; to use it as a feature, {_time_hint(s, unit)}")
     if s.base == "text" and s.is_unique:
-        return Finding(s, "skipped", "a different value in each row")
+        return Finding(s, "skipped", "a different value in (almost) each row")
     if s.base == "text" or (s.is_list and s.base == "integer"):
         return Finding(s, "sparse", "a list of ids" if s.is_list else "text")
     if s.is_whole and s.base != "integer" and (why := _has_id_name(s) if s.is_list else _explain_id(s)):
@@ -126,7 +127,7 @@ def _feature(s: ColumnStats) -> Finding:
     if s.base == "integer" and (why := _explain_id(s)):
         return Finding(s, "sparse", why)
     if s.base == "integer" and s.distinct == s.values > 100:
-        return Finding(s, "skipped", "a different value in each row")
+        return Finding(s, "skipped", "a different value in (almost) each row")
     if s.count("infinite") and s.lowest > s.highest:
         return Finding(s, "skipped", "no finite number")
     return Finding(s, "dense", "a number")

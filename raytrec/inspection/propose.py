@@ -214,7 +214,7 @@ def _schema(findings: list[Finding], tables: list[SharedTable], dim: int, sample
         "tables": {name: {"dim": dim, **size} for name, size in sizes.items()},
     }
     values["statistics"] = {f.stats.name: f.stats.statistics() for f in findings if f.kind == "sparse"}
-    return Schema.parse(values, uri)
+    return Schema.parse(values, uri, "correct the options, such as --dim, or the columns")
 
 
 def _transforms(findings: list[Finding]) -> list[dict]:

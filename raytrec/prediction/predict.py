@@ -250,7 +250,7 @@ def _predict_missing(
     with create_scratch_folder() as config.run.dir, RunConsole(config.run.name) as console, open_session(config):
         show_file_counts(console, {"data": dataset})
         for error in dataset.left_out:
-            console.warn(f"skipped {error.where}: {error.what}")
+            console.warn(f"skipped a file, which gets no predictions: {error.what} ({error.where})")
         if complete:
             console.note(f"already complete: {len(complete):,} of {len(task.files):,} files")
         of_ranks = WorkerTask(config, saved.schema, {"predict": dataset}, None, saved.folder)

@@ -87,7 +87,7 @@ def decode_columns(
             f"cannot decode the row group: {get_first_line(error)}",
             where=f"{path}, row group {group}",
             expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
-            do="write or copy the file again; runs and predictions can skip its rows: data.on_error=skip",
+            do="write or copy the file again; data.on_error=skip skips its rows, except for items and raytrec skew",
         ) from None
     for name in names:
         if name in folders:
