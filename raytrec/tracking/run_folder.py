@@ -251,10 +251,7 @@ def check_run_folder(place: str | Path) -> Path:
 
 
 def _read_if_exists(path: Path) -> str:
-    try:
-        return read_text(path, MAX_JSON_BYTES)
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
+    return read_text(path, MAX_JSON_BYTES) if os.path.isfile(path) else ""
 
 
 def _parse_mapping(text: str) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_excluded_columns_can_be_null_but_not_text():
     assert [len(own) for own in draw_negatives(nothing, exclude=[])] == [5, 5]
     with pytest.raises(DataError, match="draws ids of type int64, but user has type string") as error:
         draw_negatives(pa.table({"tags": [[1]], "user": ["a"]}))
-    assert "set vocabulary to a Parquet file" in str(error.value) and "TypeError" not in str(error.value)
+    assert "set vocabulary to a file of ids" in str(error.value) and "TypeError" not in str(error.value)
     only_training = {"in_evaluations": False, "exclude": []}
     assert draw_negatives(nothing, Draw(), **only_training) == [[], []]
     assert draw_negatives(nothing, **only_training) == draw_negatives(nothing, exclude=[])

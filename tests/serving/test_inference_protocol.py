@@ -275,13 +275,13 @@ TENSOR = make_tensor("a", [1.0, 2.0], "FP64")
         ({"data": [[1.0], [2.0]]}, "Could not convert"),
         ({"data": None}, "the values are missing"),
         ({"parameters": {"binary_data_size": 16}}, "both in data and in binary"),
-        ({"data": None, "parameters": {"binary_data_size": 17}}, "only 16 bytes of"),
+        ({"data": None, "parameters": {"binary_data_size": 17}}, "only 16 bytes remain"),
         ({"data": None, "parameters": {"binary_data_size": -1}}, "greater than or equal to 0"),
         ({"data": None, "parameters": {"binary_data_size": 8}}, "the input has 1 value"),
         ({"data": None, "parameters": {"binary_data_size": 15}}, "multiple of element size"),
         ({"datatype": "BYTES", "data": None, "parameters": {"binary_data_size": 3}}, "the last text is incomplete"),
         ({"datatype": "BYTES", "data": None, "parameters": {"binary_data_size": 5}}, "the last text is incomplete"),
-        ({"name": "b", "datatype": "INT64", "data": [1.0, 2.0]}, "fraction"),
+        ({"name": "b", "datatype": "INT64", "data": [1.0, 2.0]}, "decimal point"),
     ],
 )
 def test_invalid_tensor_error_names_the_cause(http, change, words):
