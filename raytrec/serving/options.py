@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -109,9 +110,8 @@ def read_token(name: str) -> str:
     """
     if token := os.environ.get(TOKEN):
         return token
-    file, do = token_file(name), f"correct the permissions of the file and its folder, or set {TOKEN}"
-    with convert_os_errors(f"the token of service {name} cannot be stored or read", where=str(file), do=do):
-        return load_or_create_token(file)
+    with _convert_token_errors(name):
+        return load_or_create_token(token_file(name))
 
 
 def find_token(name: str | None) -> str:
@@ -125,7 +125,11 @@ def find_token(name: str | None) -> str:
     """
     if (token := os.environ.get(TOKEN)) or not name:
         return token or ""
-    file = token_file(name)
+    with _convert_token_errors(name):
+        return load_or_create_token(token_file(name)) if token_file(name).exists() else ""
+
+
+def _convert_token_errors(name: str) -> AbstractContextManager[None]:
     do = f"correct the permissions of the file and its folder, or set {TOKEN}"
-    with convert_os_errors(f"the token of service {name} cannot be read", where=str(file), do=do):
-        return read_token(name) if file.exists() else ""
+    what = f"the token of service {name} cannot be stored or read"
+    return convert_os_errors(what, where=str(token_file(name)), do=do)
