@@ -226,8 +226,10 @@ def extending_module(tmp_path, monkeypatch):
 def checked_run_with(values):
     """Return a stub of a CheckedRun with one table of one shard."""
     from raytrec.common.collectives import Peers
+    from raytrec.embeddings.tables import Shard, ShardedValues
 
-    weight = SimpleNamespace(shards=[SimpleNamespace(values=values)])
+    shard = Shard(0, range(values.shape[0]), range(values.shape[1]), values)
+    weight = ShardedValues(tuple(values.shape), values.dtype, [shard], False, values.device)
     return SimpleNamespace(peers=Peers(alone=True), tables={"item": SimpleNamespace(weight=weight)})
 
 

@@ -48,8 +48,9 @@ def prepare(
             next-to-last tenth in time, or two random tenths; default: the source's own splits, else
             leave-one-out.
         negatives: Number of candidates for each user in valid and test: items that are new to the user. 0: all
-            items are ranked.
-        candidates: File with given candidates for test: Parquet, or text with a user and items in each line.
+            items are ranked, and candidates of the source are ignored.
+        candidates: File with given candidates for test: Parquet, or text with a user and items in each line; not
+            with --negatives 0.
         user_features: Parquet or CSV with a column of users and a column for each feature.
         item_features: Parquet or CSV with a column of items and a column for each feature; or JSON, {"item":
             [attribute, …], …}, as in S3-Rec.

@@ -112,6 +112,12 @@ def write(out: Path, files: Files, columns: Columns, chosen: Choices, force: boo
     """
     files = files.resolved()
     chosen.check()
+    if files.candidates and not chosen.negatives:
+        raise ConfigError(
+            "--negatives 0 ranks all items, so the candidates would not be used",
+            where=f"--candidates {files.candidates} --negatives 0",
+            do="omit --candidates, or set --negatives to the number of candidates in valid",
+        )
     named = {name: path and str(path) for name, path in vars(files).items()}
     output = Output(out, "interactions", asdict(columns) | asdict(chosen) | named, force)
     if not output.is_ready():

@@ -177,8 +177,8 @@ class Rows:
         Args:
             folder: Folder of the split.
             split: VALID or TEST.
-            negatives: Number of candidates drawn for each user from items without an interaction of the user,
-                unless the source contains candidates for the test.
+            negatives: Number of candidates drawn for each user from items without an interaction of the user; in
+                TEST, given candidates replace them. 0: no candidates are written, even if candidates are given.
             advance: Function called with the number of held-out rows that have been written.
 
         Returns:
@@ -218,10 +218,10 @@ class Rows:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return (users, items) of the rows with label 0."""
         users, pairs = np.unique(user), self._data.candidates
-        if split == TEST and pairs is not None:
-            return self._given(users, user * self.items + item)
         if not negatives:
             return np.empty(0, np.int64), np.empty(0, np.int64)
+        if split == TEST and pairs is not None:
+            return self._given(users, user * self.items + item)
         drawn = draw_unmet(users, negatives, self.items, self._met, np.random.default_rng([self._seed, 3, split]))
         return np.repeat(users, negatives), drawn.ravel()
 

@@ -26,9 +26,7 @@ RunFolder = Annotated[str, typer.Argument(metavar="RUN", help="Run folder.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[section.key=value]...", help="Changes to the configuration.")
 ]
-Job = Annotated[
-    str | None, typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`; default: the newest job.")
-]
+Job = Annotated[str | None, typer.Argument(metavar="[JOB]", help="Job id, as printed by `raytrec submit`.")]
 Address = Annotated[
     str | None,
     typer.Option(

@@ -228,7 +228,6 @@ def inspect(
         rows: Approximate number of rows to read; default: all.
     """
     from raytrec.common.errors import ConfigError
-    from raytrec.driver.evaluation import read_run_schema
     from raytrec.inspection.propose import inspect as propose
     from raytrec.inspection.result import check_output_path, write_schema
 
@@ -237,6 +236,8 @@ def inspect(
     if out is not None:
         check_output_path(out, force)
     if from_run:
+        from raytrec.driver.evaluation import read_run_schema  # needs packages of an environment for training
+
         write_schema(read_run_schema(from_run).to_yaml(), out)
         return
     propose(path, dim=dim, labels=label, reserve_columns=reserve, max_rows=rows).show(out, overwrite=force)

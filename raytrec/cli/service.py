@@ -173,7 +173,10 @@ def head(
 
 
 def follow_job(job: Job = None, address: Address = None):
-    """Print a job's log from its beginning, and exit with the job's exit code. Ctrl-C detaches from the job."""
+    """Print a job's log from its beginning, and exit with the job's exit code. Ctrl-C detaches from the job.
+
+    Without a job id, the newest job is followed.
+    """
     from raytrec.client.job_run import follow
     from raytrec.client.jobs import Jobs
 
@@ -182,9 +185,12 @@ def follow_job(job: Job = None, address: Address = None):
 
 
 def stop_job(job: Job = None, address: Address = None):
-    """Ask a job to save a checkpoint and end, wait for its end, and print the last lines of its log."""
+    """Ask a job to save a checkpoint and end, wait for its end, and print the last lines of its log.
+
+    Without a job id, the only running job is stopped. If several jobs are running, the id is required.
+    """
     from raytrec.client.job_run import stop
     from raytrec.client.jobs import Jobs
 
     jobs = Jobs(address)
-    stop(jobs, job or jobs.newest())
+    stop(jobs, job or jobs.find_job_to_stop())

@@ -137,6 +137,18 @@ class Jobs:
             return run["name"]
         raise RunError("no job has been submitted to this cluster", where=self.address)
 
+    def find_job_to_stop(self) -> str:
+        """Return the id of the only running (or waiting) job, or of the newest job if no job is running.
+
+        Raises:
+            RunError: Several jobs are running, or no job has been submitted.
+        """
+        running = [run["name"] for run in self.runs() if run["state"] == "running"]
+        if len(running) > 1:
+            what, do = f"{len(running)} jobs are running: {', '.join(running)}", "run `raytrec stop JOB`"
+            raise RunError(what, where=self.address, expected="the id of the job to stop", do=do)
+        return running[0] if running else self.newest()
+
     def status(self, job: str) -> str:
         """Return the status of a job: PENDING, RUNNING, SUCCEEDED, FAILED or STOPPED."""
         return str(self._call_api(lambda: self._client.get_job_status(job)).value)

@@ -83,7 +83,7 @@ def read_item(item: LaneItem, form: ResolvedReadPlan, faults: ReadErrorPolicy | 
     Raises:
         DataError: A row group cannot be decoded, a transform fails, or a value violates the schema. With
             `faults.skip`, such rows (see `_skip_bad_rows`) are empty and marked as not present instead.
-        OSError: The log of skipped rows cannot be written.
+        RunError: The log of skipped rows cannot be written.
     """
     return finish_item(item, decode_item(item, form), form, faults)
 

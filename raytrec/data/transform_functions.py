@@ -181,6 +181,8 @@ def _cast(spec: t.Cast, array: pa.Array) -> pa.Array:
     kind = {"int64": pa.int64(), "float32": pa.float32(), "string": pa.string()}[spec.to]
     if is_text(array.type) and spec.to != "string":
         array = pc.utf8_trim_whitespace(array.cast(pa.string()))
+    if types.is_time(array.type) and spec.to != "string":
+        raise TypeError("a time of day cannot be cast to numbers; use date_part")
     is_time = types.is_timestamp(array.type) or types.is_date(array.type) or types.is_duration(array.type)
     if is_time and spec.to != "string":
         array = pa.array(np.floor(to_float64(array)), from_pandas=True)  # nulls are NaN

@@ -24,7 +24,7 @@ ALL_REDUCE_ELEMENTS, ROUNDS = 1 << 22, 4  # timed all-reduce: 16 MiB of float32,
 PORT_CONNECT_TIMEOUT_S, COLLECTIVE_TIMEOUT_S = 5.0, 90.0
 CHILD_TIMEOUT_S = COLLECTIVE_TIMEOUT_S + 60.0  # importing torch and an all-reduce
 MAX_ALL_REDUCES = 16  # all-reduces of one check; each may take COLLECTIVE_TIMEOUT_S
-INTERFACE_VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 BRIDGE_PATTERN = re.compile(r"docker|br-|virbr|veth|cni|flannel|cali|lxc|podman|vmnet|tunl")
 ADDRESS_REPAIR = (
     "start Ray on each node with --node-ip-address=ADDRESS, an address that all nodes can reach, or set "
@@ -72,24 +72,28 @@ def _diagnose_interfaces(answer: Any, address: str, is_loopback: bool, several: 
     """
     if isinstance(answer, Exception):
         return FAILURE, f"the interfaces of this node are unknown: {answer}", NO_ANSWER_REPAIR
-    interfaces, default = answer["have"], answer["own"]
-    for variable, value in answer["chosen"].items():
+    interfaces, chosen = answer["have"], answer["chosen"]
+    for variable, value in chosen.items():
         prefixes = tuple(each.partition(":")[0] for each in value.lstrip("=").split(","))
         if value.startswith("^") or any(name.startswith(prefixes) for name in interfaces):
             continue
         do = f"set {variable} to one of {', '.join(sorted(interfaces))}, or unset it, before Ray starts"
         return FAILURE, f"{variable}={value}, but there is no such interface", do
-    names = ", ".join(dict.fromkeys(value.lstrip("=") for value in answer["chosen"].values())) or default
-    if several and names and BRIDGE_PATTERN.match(names):
-        what = f"gloo and NCCL use {names} ({address}), a bridge inside this host (judging by its name)"
-        return FAILURE, what, ADDRESS_REPAIR
+    uses: dict[tuple[str, str], str] = {}  # (interface, its origin) → subject and verb
+    for library, variable in zip(("gloo", "NCCL"), INTERFACE_VARIABLES, strict=True):
+        origin = f"set by {variable}" if variable in chosen else "the interface of its address"
+        use = chosen.get(variable, answer["own"] or "").lstrip("="), origin
+        uses[use] = "gloo and NCCL use" if use in uses else f"{library} uses"
+    for (name, _), subject in uses.items():
+        if several and BRIDGE_PATTERN.match(name):
+            what = f"{subject} {name} ({address}), a bridge inside this host (judging by its name)"
+            return FAILURE, what, ADDRESS_REPAIR
     if is_loopback:
         return FAILURE, f"other nodes cannot reach this node at Ray's address {address}", ADDRESS_REPAIR
-    if not names:
-        what = f"no interface has the node's address {address}, so gloo and NCCL choose an interface"
+    if not all(name for name, _ in uses):
+        what = f"no interface has the node's address {address}, so gloo or NCCL chooses an interface"
         return WARNING, what, ADDRESS_REPAIR
-    origin = " and ".join(answer["chosen"])
-    return OK, f"gloo and NCCL use {names}, {f'set by {origin}' if origin else 'the interface of its address'}", ""
+    return OK, "; ".join(f"{subject} {name}, {origin}" for (name, origin), subject in uses.items()), ""
 
 
 def listen(address: str, keep: bool = True) -> int:

@@ -339,7 +339,7 @@ def record_skipped_files(folder: Path, datasets: dict[str, Dataset]) -> list[str
     """Record in skipped.jsonl of a folder which files data.on_error=skip skips, and return a warning for each file.
 
     Raises:
-        OSError: skipped.jsonl cannot be written.
+        RunError: skipped.jsonl cannot be written.
     """
     faults = ReadErrorPolicy(skip=True, log=str(folder / SKIPPED_ROWS_FILE))
     errors = [error for dataset in datasets.values() for error in dataset.left_out]

@@ -103,7 +103,7 @@ def export(
     config = saved.config
     places = make_absolute(str(data)) if data else config.data.test or config.data.valid or config.data.train
     precision: PrecisionName = quantize or "fp32"
-    options = precision, golden_rows, onnx
+    options = precision, golden_rows, onnx, places if data else None
     request = compute_binding(make_absolute(str(run)), checkpoint, *options)
     binding = compute_binding(saved.index["sha256"], *options)
     target = ExportFolder(out, "raytrec export", binding, request)

@@ -184,9 +184,11 @@ class GroupRows(BoundedRows):
         columns = self._concatenate_rows()
         parts = hash_bits(columns[3]) % DISK_PARTS
         order, counts = parts.argsort(stable=True), parts.bincount(minlength=DISK_PARTS).tolist()
+        with convert_os_errors("cannot find a folder for the rows of the evaluation", where="TMPDIR"):
+            folder = tempfile.gettempdir()
         with convert_os_errors(
             "cannot write the rows of the evaluation",
-            where=tempfile.gettempdir(),
+            where=folder,
             expected=f"a writable folder with disk space for at least {self._written + len(order):,} rows of "
             f"{sum(column.element_size() for column in columns)} bytes",
             do="free disk space, set TMPDIR to another folder, or raise eval.max_exact_rows if memory allows",

@@ -101,9 +101,14 @@ class ClusterEstimator:
 
         Raises:
             ConfigError: The settings of a table are invalid on any cluster (constraints.resolve_constraints), the rates
-                lack an optimizer, or no model can be built from the schema.
+                lack an optimizer or belong to another kind of device, or no model can be built from the schema.
         """
-        config = _configure_for(self._config, cluster)
+        config, rates = _configure_for(self._config, cluster), self._rates
+        device = "cpu" if config.scaling.device == "cpu" else "cuda"
+        if rates and rates.device != device:
+            what = f"the rates were measured on {rates.device}, but cluster {cluster.name} is planned for {device}"
+            do = "measure rates on such a machine (`raytrec doctor --measure FILE`), or change scaling.device or --on"
+            raise ConfigError(what, where=f"rates {rates.source}", expected=f"rates of {device}", do=do)
         estimate = self._predict(config, cluster)
         if remedies and not estimate.fits:
             estimate.remedies = list(self._iterate_remedies(config, cluster))

@@ -134,7 +134,8 @@ def describe_tensors(scorer: Scorer) -> dict[str, Any]:
     matrices = {column: {"matrix": name} for name, columns in scorer.reader.matrices.items() for column in columns}
     inputs, outputs = [], []
     for field in scorer.reader.columns:
-        datatype, shape = DATATYPES.get(value_type(field.type), "BYTES"), [-1] * (1 + is_list(field.type))
+        kind, shape = value_type(field.type), [-1] * (1 + is_list(field.type))
+        datatype = "INT64" if types.is_duration(kind) else DATATYPES.get(kind, "BYTES")
         parameters = matrices.get(field.name, {})
         inputs.append({"name": field.name, "datatype": datatype, "shape": shape, "parameters": parameters})
     for task in scorer.manifest.tasks:
@@ -208,11 +209,15 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             if (size or 0) > len(binary):
                 raise ValueError(f"binary_data_size is {size}, but only {format_count(len(binary), 'byte')} remain")
             kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
-            if entry.datatype == "BYTES" and place >= 0:  # times are text, as in JSON
-                kind = element if types.is_temporal(element := value_type(columns.field(place).type)) else kind
+            element = value_type(columns.field(place).type) if place >= 0 else kind
+            is_duration = types.is_duration(element)
+            if entry.datatype == "BYTES" and types.is_temporal(element) and not is_duration:
+                kind = element  # times are text, as in JSON
             # A copy of binary values is aligned for NumPy and Arrow.
             parts = _flatten(entry.data, entry.shape) if size is None else bytes(binary[:size])
             values = _from_bytes(parts, kind) if isinstance(parts, bytes) else to_array(parts, kind)
+            if entry.datatype == "INT64" and is_duration:
+                values = pa.array(values).cast(element)
             if isinstance(values, pa.Array) and values.null_count:
                 raise ValueError("a value is null, which the protocol does not support")
             if len(values) != math.prod(entry.shape):

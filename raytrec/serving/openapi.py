@@ -46,7 +46,7 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
     document = yaml.safe_load((Path(__file__).parent / "templates/openapi.yaml").read_text(encoding="utf-8"))
     manifest, paths, schemas = scorer.manifest, document["paths"], document["components"]["schemas"]
     document["info"] = {"title": manifest.source.run, "version": scorer.version}
-    kinds = {field.name: _type(field.type) for field in scorer.columns}
+    kinds = {field.name: _type(_to_sent_type(field.type)) for field in scorer.columns}
     schemas["Row"]["properties"] = kinds
     schemas["Columns"]["properties"] = {name: {"type": "array", "items": kind} for name, kind in kinds.items()}
     values = schemas["Values"], schemas["ValuesOfClasses"]
@@ -59,8 +59,9 @@ def describe(scorer: Scorer, endpoints: Iterable[Endpoint]) -> dict[str, Any]:
 def make_example_rows(scorer: Scorer) -> list[dict[str, Any]]:
     """Return [row]: the first golden row, or if there is none, a row of zeros, empty lists and nulls."""
     if len(scorer.golden):
-        return scorer.golden.select(scorer.columns.names).slice(0, 1).to_pylist()
-    return [{field.name: _value(field.type) for field in scorer.columns}]
+        columns = scorer.golden.select(scorer.columns.names).slice(0, 1)
+        return columns.cast(pa.schema([(f.name, _to_sent_type(f.type)) for f in columns.schema])).to_pylist()
+    return [{field.name: _value(_to_sent_type(field.type)) for field in scorer.columns}]
 
 
 def make_example_text(scorer: Scorer) -> str:
@@ -72,6 +73,14 @@ def make_example_text(scorer: Scorer) -> str:
 
 def _json(value: Any) -> str:
     return to_json(value, inf_nan_mode="null").decode()
+
+
+def _to_sent_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type of a column's values in JSON: int64 for durations, also in lists; otherwise `kind`."""
+    inner = list_element_type(kind)
+    if inner is not None:
+        return pa.list_(_to_sent_type(inner))
+    return pa.int64() if types.is_duration(kind) else kind
 
 
 def _type(kind: pa.DataType) -> dict[str, Any]:

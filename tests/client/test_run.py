@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from raytrec import cli
 from raytrec.client.job_run import JobApi, JobRun
 from raytrec.client.notebook import Page, Pictures, render_curves, render_progress
 from raytrec.client.ray_client import ClientRun, Connection
@@ -98,9 +99,9 @@ def test_notebook_shows_progress_and_escapes_html():
 
 
 class FakeJobs(JobApi):
-    """Job API of a cluster with one job, whose log and status are set by the test."""
+    """Job API of a cluster with one job, whose log and status are set by the test; `later`: states of later jobs."""
 
-    address = "http://127.0.0.1:8265"
+    address, later = "http://127.0.0.1:8265", ()
 
     def __init__(self, log="", status="RUNNING"):
         self.log, self.now, self.started = log, status, []
@@ -113,8 +114,11 @@ class FakeJobs(JobApi):
 
     @property
     def _client(self):
-        job = SimpleNamespace(submission_id="mine-1", status=SimpleNamespace(value=self.now), start_time=5000)
-        return SimpleNamespace(list_jobs=lambda: [job])
+        jobs = [
+            SimpleNamespace(submission_id=f"mine-{n + 1}", status=SimpleNamespace(value=state), start_time=5000 + n)
+            for n, state in enumerate([self.now, *self.later])
+        ]
+        return SimpleNamespace(list_jobs=lambda: jobs)
 
     def message(self, job):
         return "no node"
@@ -228,3 +232,16 @@ def test_client_modules_import_neither_torch_nor_ray():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) == [], done.stderr
+
+
+def test_stop_without_an_id_requires_a_single_running_job(monkeypatch, capsys):
+    api = FakeJobs()
+    monkeypatch.setattr("raytrec.client.jobs.Jobs", lambda address: api)
+    monkeypatch.setattr("raytrec.client.job_run.stop", lambda jobs, job: print(f"stopped {job}"))
+    for later, shown in (((), "stopped mine-1"), (("FAILED",), "stopped mine-1"), (("PENDING", "FAILED"), "")):
+        api.later = later
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["stop"])
+        output = capsys.readouterr()
+        assert output.out.strip() == shown and bool(ended.value.code) == (not shown)
+    assert "2 jobs are running: mine-2, mine-1" in output.err and "raytrec stop JOB" in output.err

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import fs
 
 from raytrec.common import reading
-from raytrec.common.errors import DataError
+from raytrec.common.errors import DataError, RunError
 from raytrec.data import fragments, item_reader
 from raytrec.data.files import footers
 from raytrec.data.order import LaneItem, Part
@@ -53,6 +53,13 @@ def test_many_bad_rows_are_skipped_as_ranges(tmp_path):
     assert present[:400].all() and not present[400:].any()
     notes = [json.loads(line)["rows"] for line in log.read_text().splitlines()]
     assert sum(notes) == 500 and len(notes) <= item_reader.MAX_LOCATED_BAD_ROWS + 10
+
+
+def test_unwritable_log_of_skipped_rows_is_a_run_error(tmp_path):
+    item = write_bad_users(tmp_path / "a.parquet", [130])
+    with pytest.raises(RunError, match="cannot record skipped rows: No such file") as error:
+        item_reader.read_item(item, FORM, ReadErrorPolicy(True, str(tmp_path / "gone/skipped.jsonl")))
+    assert error.value.where.endswith("gone/skipped.jsonl")
 
 
 def test_read_rejects_a_shrunken_file(tmp_path):

@@ -81,6 +81,13 @@ def test_partition_range_rejects_unpartitioned_files(clicks, tmp_path):
         list_partitions_between(tmp_path / "plain", "date=2026-11-01", None)
 
 
+def test_partition_range_rejects_a_single_file(clicks):
+    file = clicks / HOURS[0] / "a=b.parquet"
+    with pytest.raises(DataError, match="a single file has no partitions") as error:
+        list_files(str(file), "data.train", ("date=2026-11-01", None))
+    assert error.value.where == f"data.partitions, data.train={file}"
+
+
 @pytest.mark.parametrize(
     ("values", "kind"),
     [

@@ -259,11 +259,13 @@ def test_input_columns_of_transforms_are_resolved():
         ({"do": "log"}, r"transform log of x in data.transforms failed: "),
         ({"do": "lookup_vocabulary", "vocabulary": "no-such.txt"}, "no-such.txt"),
         ({"do": "fill_null", "value": "many"}, "fill_null"),
+        ({"do": "cast", "to": "int64"}, "a time of day cannot be cast"),
     ],
 )
 def test_failing_transform_is_named(spec, message):
+    values = {"fill_null": [1, 2], "cast": [time(3, 4)]}.get(spec["do"], ["a", "b"])
     with pytest.raises(DataError, match=message) as error:
-        run([1, 2] if spec["do"] == "fill_null" else ["a", "b"], **spec)
+        run(values, **spec)
     assert "test" in str(error.value)
 
 

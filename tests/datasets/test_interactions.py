@@ -381,6 +381,15 @@ def test_candidates_file_is_used_for_test_rows(kind, tmp_path):
     assert Counter(row["user"] for row in rows["valid"]) == dict.fromkeys(lists, 8)
 
 
+def test_zero_negatives_write_no_candidates(tmp_path):
+    found, _ = write_ncf(tmp_path)
+    rows = prepare_splits(tmp_path, tmp_path / "out", "--negatives", 0)
+    assert all(row["label"] for row in rows["test"]) and len(rows["test"]) == len(group_by_user(found))
+    (tmp_path / "given.txt").write_text("1 2\n")
+    wrong = ("--candidates", tmp_path / "given.txt", "--negatives", 0)
+    assert "the candidates would not be used" in get_error(tmp_path, tmp_path / "other", *wrong)
+
+
 def test_min_interactions_keeps_the_k_core(tmp_path):
     found = [*make_events(), (90, 1, 1), (90, 2, 2), (91, 77, 3), (91, 77, 4), (91, 77, 5)]
     given = write_words(tmp_path, found)

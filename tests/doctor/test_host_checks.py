@@ -341,10 +341,15 @@ def test_blocked_port_error_names_both_nodes(monkeypatch):
     [
         ("172.17.0.1", "docker0", {}, True, FAILURE, "use docker0 (172.17.0.1), a bridge inside this host"),
         ("172.17.0.1", "docker0", {}, False, OK, "docker0"),
-        ("10.0.0.1", "eth0", {}, True, OK, "eth0"),
-        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "use docker0"),
+        ("10.0.0.1", "eth0", {}, True, OK, "gloo and NCCL use eth0, the interface of its address"),
+        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "=docker0"}, True, FAILURE, "NCCL uses docker0"),
         ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "ib9"}, True, FAILURE, "there is no such interface"),
-        ("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK, "eth, set by NCCL_SOCKET_IFNAME"),
+        (
+            *("10.0.0.1", "eth0", {"NCCL_SOCKET_IFNAME": "eth"}, True, OK),
+            "gloo uses eth0, the interface of its address; NCCL uses eth, set by NCCL_SOCKET_IFNAME",
+        ),
+        ("10.0.0.1", "docker0", {"NCCL_SOCKET_IFNAME": "eth"}, True, FAILURE, "gloo uses docker0"),
+        ("10.0.0.9", None, {"GLOO_SOCKET_IFNAME": "eth0"}, True, WARNING, "no interface has the node's address"),
         ("10.0.0.9", None, {}, True, WARNING, "no interface has the node's address 10.0.0.9"),
     ],
 )

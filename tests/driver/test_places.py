@@ -144,13 +144,15 @@ def test_run_requests_reader_cpus_from_the_autoscaler(ray_with_gpus):
     wait_for(lambda: asks(readers=0, workers=0), "end of the request", 120)
 
 
-def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus):
+def test_failed_gpu_is_excluded_if_others_remain(ray_with_gpus, monkeypatch):
     """The second of two GPUs fails. Workers report the failure through Ray Train's controller."""
     import ray
     from ray.train.v2.api.exceptions import ControllerError
 
+    from raytrec.driver import policies
     from raytrec.driver.policies import GroupFailurePolicy
 
+    monkeypatch.setattr(policies, "GPU_RELEASE_TIMEOUT_S", 120)  # wait until the actors that reserve GPUs have started
     (node,) = list_alive_nodes()
     error = GpuFailedError("GPU 1 of 127.0.0.1 has failed", do="reset it")
     error.place = node["NodeID"], "1"

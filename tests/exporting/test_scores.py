@@ -265,6 +265,8 @@ def test_data_without_labels_has_no_metrics(in_folder, exported_run, tmp_path, c
     export = raytrec.export(exported_run[0].path, out, quantize="int8", data=data)
     assert not [key for key in export.metrics if key.startswith("eval.")]
     assert "tables are not compared" in (said := capsys.readouterr().err) and "kind" in said
+    with pytest.raises(ConfigError, match="another"):
+        raytrec.export(exported_run[0].path, out, quantize="int8", data="data/valid")
 
 
 @pytest.mark.parametrize("precision, off", [("fp16", 2e-3), ("int8", 2e-2), ("int4", 0.3)])

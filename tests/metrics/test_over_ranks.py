@@ -1,5 +1,6 @@
 """Ranking and group metrics on 1, 2 and 3 ranks, compared with scikit-learn and reference code."""
 
+import tempfile
 from math import isnan
 
 import numpy as np
@@ -10,6 +11,8 @@ from ranks import run_on_ranks
 from sklearn import metrics as sk
 
 from raytrec.common.collectives import Peers
+from raytrec.common.errors import RunError
+from raytrec.metrics.groups import GroupRows
 from raytrec.metrics.ranked import BIN_COUNT, RankedRows, Ties, assign_bins, compute_midpoints
 from raytrec.metrics.registry import find_metric
 from raytrec.tasks.outputs import TaskOutputs
@@ -184,6 +187,14 @@ def test_binned_metrics_are_within_their_error_bound(world):
         for name in (*GROUP_METRICS, *SUMMED):
             assert figures[name] == pytest.approx(compute_reference(case, name), abs=1e-6), name
         assert sum(curves["reliability"]["rows"]) == (case.weights > 0).sum()
+
+
+def test_missing_temporary_folder_is_a_run_error(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/gone"])
+    rows, zeros = GroupRows(torch.sigmoid, 0, ["user"]), torch.zeros(2)
+    with pytest.raises(RunError, match=r"No usable temporary directory found in \['/gone'\]"):
+        rows.add(zeros, zeros, zeros + 1, {"user": zeros.long()})
 
 
 def test_bins_are_monotonic_in_predictions():

@@ -222,6 +222,17 @@ def test_faster_machine_has_shorter_step_parts():
     assert all(fast[part] <= slow[part] for part in ("lookup", "dense layers", "host to device"))
 
 
+@pytest.mark.parametrize(
+    ("measured", "planned", "cluster"),
+    [("cpu", "cuda", "8x80gib"), ("cuda", "cpu", "8x80gib"), ("cpu", "cuda", "4xh100")],
+)
+def test_rates_of_another_device_are_rejected(measured, planned, cluster):
+    made = config(device="cpu" if "h100" in cluster else planned)
+    estimate = ClusterEstimator(made, schema(), build_unsharded, make_rates(device=measured))
+    with pytest.raises(ConfigError, match=f"measured on {measured}, but cluster .* is planned for {planned}"):
+        estimate(parse_cluster(cluster))
+
+
 @pytest.mark.parametrize("text", ["[]", "{", '{"copy": 1}', '{"source": 3, "other": 1}'])
 def test_rates_reject_invalid_files(text, tmp_path):
     (tmp_path / "rates.json").write_text(text)

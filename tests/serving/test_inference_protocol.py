@@ -6,6 +6,7 @@ import struct
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +23,7 @@ import raytrec
 from raytrec.common.errors import DataError
 from raytrec.serving.app import Service
 from raytrec.serving.bodies import Limits
-from raytrec.serving.inference_protocol import HEADER_LENGTH, InputTensor, read_tensors, to_table
+from raytrec.serving.inference_protocol import HEADER_LENGTH, InputTensor, describe_tensors, read_tensors, to_table
 from raytrec.serving.loaded_exports import LoadedExports
 from raytrec.serving.request_log import RequestLog
 
@@ -351,6 +352,22 @@ def test_texts_and_times_are_read_as_in_json():
     with pytest.raises(DataError, match="codec can't decode"):
         entry = InputTensor.model_validate(make_tensor("word", invalid, "BYTES", [1]))
         read_tensors([entry], memoryview(invalid), columns)
+
+
+def test_durations_are_integers_of_the_unit_of_their_column():
+    columns = pa.schema({"age": pa.duration("s"), "gaps": pa.list_(pa.duration("ms"))})
+    scorer = SimpleNamespace(
+        reader=SimpleNamespace(matrices={}, columns=columns), manifest=SimpleNamespace(tasks=[]), version="v"
+    )
+    assert [each["datatype"] for each in describe_tensors(scorer)["inputs"]] == ["INT64", "INT64"]
+    binary = struct.pack("<2q", 90, -1)
+    inputs = [
+        make_tensor("age", binary, "INT64", [2]),
+        make_tensor("gaps", [5, 6, 7], "INT64"),
+        make_tensor("gaps.lengths", [1, 2], "INT64"),
+    ]
+    table = to_table(read_tensors(map(InputTensor.model_validate, inputs), memoryview(binary), columns), columns)
+    assert table == pa.table({"age": [90, -1], "gaps": [[5], [6, 7]]}, columns)
 
 
 VALUES = st.none() | st.booleans() | st.integers(-2, 2**70) | st.floats() | st.text(max_size=3)

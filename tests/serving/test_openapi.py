@@ -1,14 +1,19 @@
 """openapi.json describes each endpoint, and the answers match their descriptions."""
 
 import json
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import jsonschema
+import pyarrow as pa
 import pytest
 from described import assert_described, iterate_references
 from test_inference_protocol import http, infer, served_export, to_lists, to_matrices  # noqa: F401
 
+from raytrec.scoring.request_rows import to_table
 from raytrec.serving.bodies import ARROW, JSON
 from raytrec.serving.inference_protocol import OCTET_STREAM
+from raytrec.serving.openapi import make_example_text
 
 READ_PATHS = ["/", "/health", "/ready", "/-/healthz", "/openapi.json", "/example", "/v2", "/v2/health/live"]
 READ_PATHS += ["/v2/health/ready", "/v2/models/films", "/v2/models/films/ready"]
@@ -68,3 +73,18 @@ def test_predictions_and_errors_match_their_descriptions(http, document, served_
         assert_described(document, "get", path, status, content, headers)
     for path in ("/v2/models/other/infer", "/v2/models/films/infer"):
         assert_described(document, "post", path, *http.ask(path, b"{}"))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_example_with_times_and_durations_can_be_sent(rows):
+    """A duration is sent as a whole number of the unit of its column."""
+    values = {
+        "age": pa.array([90], pa.duration("s")),
+        "exact": pa.array([1], pa.duration("ns")),
+        "ages": pa.array([[5, None]], pa.list_(pa.duration("ms"))),
+        "seen": pa.array([datetime(2026, 5, 31, 12, tzinfo=UTC)], pa.timestamp("ms", "UTC")),
+    }
+    golden = pa.table(values)[:rows]
+    sent = json.loads(make_example_text(SimpleNamespace(golden=golden, columns=golden.schema)))["rows"]
+    assert sent[0]["age"] == 90 * rows
+    assert to_table(sent, golden.schema)[:rows].equals(golden)

@@ -72,8 +72,8 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
 
     Raises:
         DataError: A path is invalid or neither a folder nor a regular file; a folder cannot be listed, contains no
-            Parquet files, or belongs to a table format; `between` does not fit the folders (`select_partitions`); an
-            entry named *.parquet is not a readable file; or a file is in several of the places.
+            Parquet files, or belongs to a table format; `between` does not fit the folders (`select_partitions`) or
+            is set for a file; an entry named *.parquet is not a readable file; or a file is in several of the places.
     """
     files, left_out = [], defaultdict[str, list[str]](list)
     for place in to_folder_list(places):
@@ -129,6 +129,10 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     for folder in sorted(linked):
         check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
+        if any(between):
+            what, expected = "a single file has no partitions to select from", "a folder of key=value folders"
+            do = "remove data.partitions, or set data.train to a folder"
+            raise DataError(what, where=f"data.partitions, {where}", expected=expected, do=do)
         return Listing((prefix + path,))
     files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:

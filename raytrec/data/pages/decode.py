@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from raytrec.common.errors import DataError, get_first_line
+from raytrec.common.errors import DataError, convert_os_errors, get_first_line
 from raytrec.common.reading import retry_read, storage_hint
 from raytrec.common.storage import open_filesystem
 from raytrec.data.arrow import find_required_columns, pick_columns
@@ -50,13 +50,15 @@ class ReadErrorPolicy:
 
         Raises:
             DataError: `error` itself, if `skip` is False.
-            OSError: The log cannot be written.
+            RunError: The log cannot be written.
         """
         if not self.skip:
             raise error
         if self.log:
-            with open(self.log, "a", encoding="utf-8") as file:  # processes append short lines atomically
-                file.write(json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n")
+            # Processes append short lines atomically.
+            with convert_os_errors("cannot record skipped rows", where=self.log), open(self.log, "ab") as file:
+                line = json.dumps({"what": error.what, "where": error.where, "rows": rows}) + "\n"
+                file.write(line.encode())
 
 
 def decode_columns(
