@@ -40,10 +40,8 @@ PositiveCount = Annotated[int, typer.Option(min=1)]
 File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="FILE")]
 # Options shared by recipes. A parameter with one of these names needs no annotation.
 SHARED = {
-    "out": typer.Option(
-        parser=resolve_path_option, metavar="PATH", help="Folder to write train/, valid/, test/ and schema.yaml to."
-    ),
-    "force": typer.Option("--force", help="Replace the content of the folder."),
+    "out": typer.Option(parser=resolve_path_option, metavar="PATH", help="Folder to write Parquet and schema.yaml to."),
+    "force": typer.Option("--force", help="Replace a folder that a recipe has prepared."),
     "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
     "seed": typer.Option(help="Random seed; the same seed produces the same data."),
     "source": typer.Option(parser=resolve_path_option, metavar="PATH", help="Folder with the original files."),

@@ -77,7 +77,7 @@ class Output:
             return True
         if stored is None:
             raise ConfigError(
-                "the path exists but was not created by a recipe",
+                "the path exists, but is not a prepared dataset",
                 where=str(self.folder),
                 do="choose another --out, or delete the path: --force only replaces prepared datasets",
             )

@@ -26,6 +26,7 @@ import pyarrow as pa
 from raytrec_datasets.writing import Output, write_table
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 from raytrec.config.schema import Schema
 
 COLUMNS = [
@@ -120,10 +121,10 @@ def _rows(lines: list[str], path: Path) -> Iterator[list]:
 def _problem(fields: list[str]) -> str | None:
     """Return a description of the first problem in a line's fields, or None if the fields are valid."""
     if len(fields) != len(COLUMNS):
-        return f"the line has {len(fields)} fields"
+        return f"the line has {format_count(len(fields), 'field')}"
     for name, value in zip(COLUMNS, fields, strict=True):
         if name in NUMBERS and not (value.isascii() and value.isdigit() and len(value) < 10):
-            return f"{name} is {value!r}, not an integer of 0 or more"
+            return f"{name} is {value!r}, not an integer from 0 to 999,999,999"
         if not value:
             return f"{name} is empty"
     return None if _income(fields[-1]) is not None else f"income is {fields[-1]!r}"
@@ -178,7 +179,8 @@ class Adult:
                 "sparse": {name: {"table": name} for name in SPARSE},
                 "tables": {name: {"rows": len(known) + 1, "dim": dim} for name, known in self.vocabularies.items()},
             },
-            "adult",
+            "--dim",
+            "correct --dim",
         )
 
 

@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 
 DENSE = [f"I{i}" for i in range(1, 14)]
 SPARSE = [f"C{i}" for i in range(1, 27)]
@@ -125,7 +126,8 @@ def _line_by_line(block: bytes, chunk: Chunk, skip_bad: bool, line_offset: int) 
             raise DataError(
                 _problem(line),
                 where=f"{chunk.path}, line {at}: {line[:60].decode('latin-1')!r}",
-                expected="label (0 or 1), 13 integers and 26 hexadecimal values, separated by tabs",
+                expected="a label (0 or 1), then 13 integers and 26 hexadecimal values of up to 8 digits (or empty), "
+                "separated by tabs",
                 do="correct the line, or skip such lines with --on-bad-line skip",
             )
         elif line:  # empty lines are ignored, as in Arrow
@@ -137,7 +139,7 @@ def _problem(line: bytes) -> str:
     """Return the reason why a line does not match LINE."""
     fields = line.split(b"\t")
     if len(fields) != len(COLUMNS):
-        return f"the line has {len(fields)} fields"
+        return f"the line has {format_count(len(fields), 'field')}"
     patterns = [b"[01]", *[INTEGER] * len(DENSE), *[HEX] * len(SPARSE)]
     wrong = next(i for i, (p, field) in enumerate(zip(patterns, fields, strict=True)) if not re.fullmatch(p, field))
     name = "the label" if wrong == 0 else COLUMNS[wrong]

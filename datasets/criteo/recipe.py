@@ -22,6 +22,7 @@ from raytrec_datasets.writing import SPLITS, Output, SplitWriter, progress
 
 from raytrec.cluster.session import ray_session
 from raytrec.common.errors import ConfigError, DataError, get_root_cause
+from raytrec.common.formatting import format_count
 from raytrec.config.schema import Schema
 
 MIX = np.uint64(0x9E3779B97F4A7C15)  # 2^64 ÷ golden ratio (Knuth's multiplicative hash)
@@ -67,7 +68,7 @@ def write(
         sizes = [len(tables[c]) + 1 if tables else hash_rows for c in SPARSE]
         skipped = sum(w["skipped"] for w in written)
         output.finish(schema_of(sizes, dim), rows, skipped_lines=skipped)
-    output.summary("criteo", lines=[f"{skipped:,} malformed lines were skipped"] if skipped else [])
+    output.summary("criteo", lines=[f"skipped {format_count(skipped, 'malformed line')}"] if skipped else [])
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def find_files(source: Path, layout: str) -> Files:
         f"no Criteo files found{'' if layout == 'auto' else f' for --layout {layout}'}",
         where=str(source),
         expected="train.txt (Kaggle), or day_0 … day_23 (1TB), plain or .gz",
-        do="pass the folder with the extracted files as --source",
+        do="pass the folder with the original files as --source" + ", or omit --layout" * (layout != "auto"),
     )
 
 
@@ -124,7 +125,8 @@ def schema_of(sizes: list[int], dim: int) -> Schema:
             "sparse": {name: {"table": name} for name in SPARSE},
             "tables": {name: {"rows": rows, "dim": dim} for name, rows in zip(SPARSE, sizes, strict=True)},
         },
-        "criteo",
+        "--dim",
+        "correct --dim",
     )
 
 
@@ -146,9 +148,9 @@ def _bounds(files: Files, work: list[Chunk], counts: list[int]) -> tuple[int, in
         first = sum(n for c, n in zip(work, counts, strict=True) if c.path != str(files.held_out))
     if total - first < 2 or first < 1:
         raise ConfigError(
-            f"{total} rows cannot be split into train, valid and test",
+            f"{format_count(total, 'row')} cannot be split into train, valid and test",
             where=str(files.all[0]),
-            expected="at least one row for each split",
+            expected="at least 14 rows in one file; or, in several days, two in the last day and one before it",
         )
     return first, first + (total - first) // 2
 

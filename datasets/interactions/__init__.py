@@ -51,7 +51,7 @@ def prepare(
             items are ranked, and candidates of the source are ignored.
         candidates: File with given candidates for test: Parquet, or text with a user and items in each line; not
             with --negatives 0.
-        user_features: Parquet or CSV with a column of users and a column for each feature.
+        user_features: File with features of users, in the formats of --item-features.
         item_features: Parquet or CSV with a column of items and a column for each feature; or JSON, {"item":
             [attribute, …], …}, as in S3-Rec.
         train_negatives: Number of rows with label 0 in train per interaction: items that are new to the user.

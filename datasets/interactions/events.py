@@ -232,7 +232,7 @@ def divide(data: Interactions, order: np.ndarray, split_method: str | None, seed
             raise ConfigError(
                 "the source is already divided into splits",
                 where=f"--split {split_method}",
-                do="omit --split, or pass one file of the source",
+                do="omit --split, or pass one file of the source; in prepare movielens, set --split leave-one-out",
             )
         return data.split if VALID in data.split else _held_out_of_train(data, order, rng)
     if split_method == RANDOM:
@@ -250,8 +250,8 @@ def _check_order(data: Interactions, how: str) -> None:
         raise ConfigError(
             "the source has no times and is not ordered by time",
             where=f"--split {how}",
-            expected="a column of times, which --time names",
-            do="use a source with times, or another --split, such as random",
+            expected="times; in prepare interactions, a column of times, which --time names",
+            do="use a source with times, or another --split",
         )
 
 

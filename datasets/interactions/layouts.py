@@ -39,10 +39,10 @@ from raytrec.common.errors import ConfigError, DataError
 
 TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
 PAIR = re.compile(r"\((\d+),(\d+)\)")
-RATINGS = "user, item, rating and time in each line, whole numbers separated by tabs"
+RATINGS = "user, item and, if any, rating and time, separated by tabs; all but the rating are whole numbers"
 SUFFIXES = (".parquet", ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".inter", ".txt")
 EXPECTED = (
-    "FILE.parquet or a folder of them, FILE.csv, FILE.tsv, FILE.inter, FILE.txt (a user and its items in "
+    "FILE.parquet or a folder of them, FILE.csv or FILE.tsv (or .gz), FILE.inter, FILE.txt (a user and its items in "
     "each line), a folder with train, valid and test of one of these, or NAME.train.rating"
 )
 SPLITS = {"train": TRAIN, "training": TRAIN, "test": TEST} | dict.fromkeys(VALID_NAMES, VALID)
@@ -133,7 +133,7 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
                 f"{splits[TRAIN][0].name} exists, but the test split is missing",
                 where=str(source),
                 expected="files or folders named train and test, and optionally valid",
-                do="pass the file itself so that raytrec splits it",
+                do="add the test split, or pass a single file so that raytrec splits it",
             )
     return {}
 
@@ -209,8 +209,9 @@ def check_same(rated: dict[int, int], left_out: dict[int, int], path: Path) -> N
     """
     users = rated.keys() | left_out.keys()
     if odd := sorted(user for user in users if rated.get(user) != left_out.get(user)):
+        item, other = (items.get(odd[0], "missing") for items in (rated, left_out))
         raise DataError(
-            f"the test item of user {odd[0]} is {rated.get(odd[0])}, but {left_out.get(odd[0])} in *{NEGATIVE_END}",
+            f"the test item of user {odd[0]} is {item}, but {other} in *{NEGATIVE_END}",
             where=str(path),
             expected="the same pairs of user and item in both files",
         )
@@ -242,4 +243,4 @@ def _broken(path: Path, why: str) -> DataError:
                 if len(named) < 2 or not all(field.isdecimal() for field in named):
                     where = f"{path}, line {number}: {line[:60]!r}"
                     return DataError("the line does not match the layout", where=where, expected=RATINGS)
-    return DataError(f"cannot parse the file: {why}", where=str(path), expected=RATINGS)
+    return DataError(f"cannot read the file: {why}", where=str(path), expected=RATINGS)

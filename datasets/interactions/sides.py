@@ -148,7 +148,7 @@ def _side(name: str, keys: pa.Array, values: pa.Array, path: Path) -> Side:
         raise ConfigError(
             f"the side feature {name} has the unsupported type {values.type}",
             where=str(path),
-            expected="whole numbers, text, lists of them, or other numbers",
+            expected="whole numbers, text, booleans, lists of them, or floats",
         )
     return encode(name, keys, values)
 

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from raytrec_datasets.interactions.events import TRAIN, Columns, InteractionBuilder
 
 from raytrec.common.errors import ConfigError, DataError, format_suggestion
+from raytrec.common.formatting import format_count
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
 NUMBER = r"^[0-9]{1,18}$"
@@ -190,7 +191,7 @@ def check_columns(required_columns: list[str], available_columns: list[str], pat
 
 def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
     user, item = _whole(batch.column(columns.user)), batch.column(columns.item)
-    time = batch.column(columns.time) if columns.time else None
+    time, rows = batch.column(columns.time) if columns.time else None, np.arange(len(user))
     if pa.types.is_list(item.type) or pa.types.is_large_list(item.type):
         lengths = pc.list_value_length(item).fill_null(0)
         if time is not None and lengths != _lengths(time, columns, where):
@@ -199,10 +200,11 @@ def _batch(batch: pa.RecordBatch, columns: Columns, where: str) -> Batch:
                 where=where,
                 expected="a time for each item of a list",
             )
-        user = user.take(pa.array(np.repeat(np.arange(len(user)), lengths.to_numpy(zero_copy_only=False))))
+        rows = np.repeat(rows, lengths.to_numpy(zero_copy_only=False))
+        user = user.take(pa.array(rows))
         item, time = item.flatten(), None if time is None else time.flatten()
-    keys = _keys(user, columns.user, where), _keys(item, columns.item, where)
-    return *keys, None if time is None else _times(time, columns.time, where)
+    keys = _keys(user, columns.user, where, rows), _keys(item, columns.item, where, rows)
+    return *keys, None if time is None else _times(time, columns.time, where, rows)
 
 
 def _lengths(time: pa.Array, columns: Columns, where: str) -> pa.Array:
@@ -219,8 +221,11 @@ def _whole(values: pa.Array) -> pa.Array:
     return values.dictionary_decode() if pa.types.is_dictionary(values.type) else values
 
 
-def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
-    """Return whole numbers as int64 and text as string; raise an error for other types and empty values."""
+def _keys(values: pa.Array, name: str, where: str, rows: np.ndarray) -> pa.Array:
+    """Return whole numbers as int64 and text as string; raise an error for other types and empty values.
+
+    `rows` contains the row of each value in the batch, for messages.
+    """
     values = _whole(values)
     if pa.types.is_integer(values.type):
         values = values.cast(pa.int64())
@@ -230,14 +235,14 @@ def _keys(values: pa.Array, name: str, where: str) -> pa.Array:
         raise ConfigError(
             f"{name} has the unsupported type {values.type}",
             where=where,
-            expected="whole numbers or text, or lists of them",
+            expected="whole numbers or text, or, for items, lists of them",
         )
     empty = values.is_null() if pa.types.is_integer(values.type) else pc.equal(values.fill_null(""), "")
-    _refuse(empty, name, where)
+    _refuse(empty, name, where, rows)
     return values
 
 
-def _times(values: pa.Array, name: str, where: str) -> pa.Array:
+def _times(values: pa.Array, name: str, where: str, rows: np.ndarray) -> pa.Array:
     """Return whole numbers as int64, other numbers as float64 and dates as timestamps.
 
     Other types and missing values raise an error.
@@ -253,16 +258,16 @@ def _times(values: pa.Array, name: str, where: str) -> pa.Array:
             where=where,
             expected="numbers, dates or timestamps such as 2026-11-02",
         )
-    _refuse(values.is_null(nan_is_null=True), name, where)
+    _refuse(values.is_null(nan_is_null=True), name, where, rows)
     return values
 
 
-def _refuse(empty: pa.Array, name: str, where: str) -> None:
+def _refuse(empty: pa.Array, name: str, where: str, rows: np.ndarray) -> None:
     if (place := pc.index(empty, pa.scalar(True)).as_py()) >= 0:
         before, _, start = where.rpartition(" ")
         raise DataError(
             f"{name} is empty",
-            where=f"{before.removesuffix(' from').removesuffix('s')} {int(start.replace(',', '')) + place:,}",
+            where=f"{before.removesuffix(' from').removesuffix('s')} {int(start.replace(',', '')) + rows[place]:,}",
             do="remove the row, or fill it",
         )
 
@@ -280,12 +285,12 @@ def _broken(path: Path, divider: str, time: str | None, why: str) -> DataError:
             for line in filter(None, lines):
                 problem = None
                 if len(line) != len(names):
-                    problem = f"the line has {len(line)} fields instead of {len(names)}"
+                    problem = f"the line has {format_count(len(line), 'field')} instead of {len(names)}"
                 elif time and not _is_time(line[names.index(time)]):
                     problem = f"column {time} contains {line[names.index(time)]!r}"
                 if problem:
                     where = f"{path}, line {lines.line_num}"
-                    return DataError(problem, where=where, expected=expected, do="correct the line")
+                    return DataError(problem, where=where, expected=expected, do="correct the file")
     except (OSError, ValueError):
         pass  # pyarrow's message is enough
     return DataError(f"cannot parse the file: {why}", where=str(path), expected=expected)

@@ -42,10 +42,11 @@ def prepare(
         negatives: Number of items drawn for each pair of train, with leave-one-out and the layout of
             NAME.test.negative.
         candidates: Number of items drawn for each user in valid, and in test if the source has no candidates,
-            with leave-one-out. 0: all items are ranked.
+            with leave-one-out or --rows user. 0: all items are ranked.
         rows: Rows of train with leave-one-out: one for each pair, or one for every --history films of a user.
             With --split time, one for each rating, or again one for every --history films of a user.
-        with_valid: Add the interactions of valid to train, for a final run with settings already chosen.
+        with_valid: With leave-one-out or --rows user, add the interactions of valid to train, for a final run with
+            settings already chosen.
     """
     options = {**locals()}
     from raytrec_datasets.movielens.recipe import write

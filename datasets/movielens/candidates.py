@@ -120,7 +120,7 @@ def _without(pairs: np.ndarray, left_out: dict[int, int], path: Path) -> np.ndar
     of_test = np.isin(_key(pairs[:, 0], pairs[:, 1]), _key(test[:, 0], test[:, 1]))
     if of_test.sum() != len(test):
         raise DataError(
-            f"{of_test.sum():,} pairs match the {len(test):,} left-out pairs of {NEGATIVE}",
+            f"{of_test.sum():,} pairs match the {len(test):,} left-out pairs of *{NEGATIVE}",
             where=str(path),
             expected="each left-out pair exactly once",
         )
@@ -235,4 +235,4 @@ def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:
 def _schema(data: Candidates, dim: int) -> Schema:
     tables = {"user": {"rows": data.users, "dim": dim}, "item": {"rows": data.items, "dim": dim}}
     sparse = {"user_id": {"table": "user"}, "item_id": {"table": "item"}}
-    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "movielens")
+    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "--dim", "correct --dim")

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 from raytrec_datasets.interactions.events import TEST, TRAIN, InteractionBuilder, Interactions, Pairs
 from raytrec_datasets.interactions.recipe import Choices, write_rows
 from raytrec_datasets.interactions.sides import Side, Sides, encode
-from raytrec_datasets.movielens.candidates import Candidates, read_candidates
+from raytrec_datasets.movielens.candidates import Candidates, has_candidates, read_candidates
 from raytrec_datasets.movielens.layouts import has_ratings, movie_table, read, user_table
 from raytrec_datasets.writing import Output
 
@@ -43,7 +43,7 @@ def write_interactions(output: Output, source: Path, chosen: Choices) -> None:
         ConfigError: See `write_rows`.
         DataError: The source is invalid, or has too few interactions or candidates (`write_rows`).
     """
-    ratings = has_ratings(source)
+    ratings = has_ratings(source) or not has_candidates(source)
     data, users, movies = _of_ratings(source) if ratings else _of_candidates(source, chosen.negatives > 0)
     sides = Sides([] if users is None else _of_users(users), [] if movies is None else _of_movies(movies))
     write_rows(output, data, chosen, sides)

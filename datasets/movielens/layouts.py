@@ -30,6 +30,7 @@ from raytrec_datasets.writing import progress
 from rich.console import Console
 
 from raytrec.common.errors import DataError
+from raytrec.common.formatting import format_count
 
 WHOLE_NUMBER = re.compile(r"[0-9]{1,18}")
 BASE = "https://files.grouplens.org/datasets/movielens/"
@@ -180,7 +181,8 @@ def _lines(path: Path, separator: str, fields: int, numbers: Sequence[int]) -> p
             continue
         row = line.split(separator)
         if len(row) != fields:
-            raise _broken(path, f"line {number} has {len(row)} fields", f"{fields} fields separated by '{separator}'")
+            what = f"line {number} has {format_count(len(row), 'field')}"
+            raise _broken(path, what, f"{fields} fields separated by '{separator}'")
         if wrong := [place for place in numbers if not WHOLE_NUMBER.fullmatch(row[place])]:
             field = row[wrong[0]][:60]
             raise _broken(path, f"field {wrong[0] + 1} of line {number} is {field!r}", "a whole number")

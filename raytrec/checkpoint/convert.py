@@ -129,8 +129,8 @@ def resize_table(folder: str, index: Mapping[str, Any], name: str, table: Table,
     source = np.arange(rows)
     source[table.rows :] = -1
     kept, end = sorted((rows, table.rows))
-    change = "get initial values" if rows > table.rows else "are dropped"
-    note = f"table {name}: rows 0 to {kept - 1:,} are kept; rows {kept:,} to {end - 1:,} {change}"
+    more = format_count(end - kept, "newly initialized row" if rows > kept else "row")
+    note = f"table {name} keeps its first {format_count(kept, 'row')} and {'gets' if rows > kept else 'loses'} {more}"
     return TableConversion(new, note, source)
 
 

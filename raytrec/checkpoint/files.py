@@ -103,7 +103,7 @@ def find(place: str | Path) -> tuple[str, dict[str, Any]]:
     raise RunError(
         "there is no complete checkpoint in this folder with a valid index of a training run",
         where=place,
-        expected=f"a run folder with a complete checkpoint in {FOLDER}/ or checkpoint.dir, or a checkpoint folder",
+        expected="a folder of a run, of all its checkpoints or of one checkpoint, with a complete checkpoint",
         do="pass the folder of a run (run.dir) with a checkpoint, or a checkpoint's own folder to see its error",
     )
 
@@ -218,10 +218,10 @@ def find_best(place: str | Path, by: MetricDisplay) -> tuple[str, dict[str, Any]
             if best := _select_best(_read_all_abouts(root), 1, by):
                 return find_step(place, best.pop())
     raise RunError(
-        f"no checkpoint of this run contains a value of the metric {by.key}",
+        f"no checkpoint in this folder contains a value of the metric {by.key}",
         where=place,
-        expected="a checkpoint saved after an evaluation during training (train.eval_every_steps) with this metric",
-        do="pass --checkpoint STEP, or omit --checkpoint to use the newest checkpoint",
+        expected="a run with a checkpoint saved after an evaluation (train.eval_every_steps) with this metric",
+        do="omit --checkpoint to use the newest checkpoint, or pass --checkpoint STEP",
     )
 
 

@@ -125,7 +125,7 @@ def read_index(folder: str) -> dict:
             "the folder contains no complete checkpoint",
             where=where,
             expected=f"{INDEX}, which is written last and therefore missing after an interrupted save",
-            do="pass the folder of a complete checkpoint, or a run folder, whose newest complete checkpoint is used",
+            do="use a complete checkpoint; of a run folder, the newest complete one is used by default",
         ) from None
     except OSError as error:
         raise make_unreadable_error(reason(error), where) from None
@@ -178,7 +178,7 @@ def make_foreign_error(problem: str, where: str) -> CheckpointError:
     return CheckpointError(
         f"the index does not describe the checkpoint of a training run ({problem})",
         where=where,
-        expected="a checkpoint that `raytrec train` or `raytrec convert` of this version has written",
+        expected="a checkpoint that a run or `raytrec convert` of a compatible version has written",
     )
 
 
@@ -213,8 +213,8 @@ def convert_write_errors(where: str) -> Iterator[None]:
         raise (InsufficientSpaceError if is_full else CheckpointError)(
             f"the checkpoint cannot be written: {reason(error)}",
             where=where,
-            expected="a folder that all workers can write to, with enough space for the checkpoint",
-            do=f"{do}, or choose another folder; earlier checkpoints are unchanged",
+            expected="a folder that is writable on all nodes, with enough space for the checkpoint",
+            do=f"{do}, or start again with another folder; earlier checkpoints are unchanged",
         ) from error
 
 

@@ -284,5 +284,5 @@ def check_files(folder: str, sizes: dict[str, int]) -> None:
                 f"{name}, written by a worker, {problem} on the node of rank 0",
                 where=folder,
                 expected="a folder that all nodes share, and whose files no other process changes",
-                do="set checkpoint.dir to a path that is the same folder on all nodes, or to s3:// or gs://",
+                do="start a new run whose checkpoint.dir is the same folder on all nodes, or in s3:// or gs://",
             )

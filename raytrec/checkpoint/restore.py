@@ -107,8 +107,8 @@ def restore(
         raise CheckpointError(
             f"no checkpoint can be restored ({unreadable} tried): " + "; ".join(result.skip_reasons),
             where=root,
-            expected="at least one checkpoint that is intact, matches the model and contains only finite values",
-            do="restore an intact checkpoint from a backup, or remove all checkpoints to start over",
+            expected="at least one checkpoint that can be read, matches the model and contains only finite values",
+            do="correct the causes, restore a checkpoint from a backup, or remove all checkpoints to start over",
         )
     return result
 

@@ -88,7 +88,7 @@ class StoredTable:
         for row in rows:
             if not 0 <= row < self.rows:
                 what = f"table {self._name} has no row {row}"
-                expected = f"rows 0 to {self.rows - 1:,}"
+                expected = f"a row from 0 to {self.rows - 1:,}"
                 raise RunError(what, where=self._folder, expected=expected)
         unique, positions = np.unique(np.asarray(rows, np.int64), return_inverse=True)
         return self.gather(unique)[positions]
@@ -213,7 +213,7 @@ def _resolve_warm_start(table: str, old: Table | None, new: Table | None, policy
         change = f"gets {format_count(added, 'new row')} with initial values" if added > 0 else dropped
         return TableWarmStart("resize", min(old.rows, new.rows), f"table {table} {change}")
     suggestion = "drop" if new is None else "resize" if is_resizable else "new"
-    conversion = "use raytrec convert, " if fits and (new.ids or not old.ids) else ""
+    conversion = "try raytrec convert, " if fits and (new.ids or not old.ids) else ""
     raise SchemaError(
         f"table {table} is {new_text} in the schema, but {old_text} in the checkpoint",
         where="warm_start.from",

@@ -249,12 +249,12 @@ class CheckpointWriter:
 
     def _add_sizes(self, error: InsufficientSpaceError, needed: int) -> InsufficientSpaceError:
         free = measure_free_bytes(self._root)
-        free_text = "" if free is None else f", {free / 2**20:,.1f} MiB are free"
+        free_text = "" if free is None else f", {free / 2**20:,.1f} MiB are free on the disk"
         return InsufficientSpaceError(
             error.what,
             where=error.where,
             expected=f"space for one more checkpoint: {needed / 2**20:,.1f} MiB are needed{free_text}",
-            do="free up space, or choose another checkpoint.dir. The newest complete checkpoint is only "
+            do="free up space, or start a new run with another checkpoint.dir. The newest complete checkpoint is only "
             "removed after a newer one is complete: even checkpoint.keep_last=1 needs space for two",
         )
 

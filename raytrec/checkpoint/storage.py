@@ -306,5 +306,5 @@ def load(folder: str, tensors: State, rows: dict[str, int] | None = None) -> Non
             f"the checkpoint does not match the model: {mismatches[0]}",
             where=folder,
             expected="all tensors that the configuration and schema require, in the same shapes",
-            do="use another checkpoint, its run's model and schema or, in a warm start, warm_start.dense=matching",
+            do="use another checkpoint, its run's model and schema or, for dense layers, warm_start.dense=matching",
         ) from None

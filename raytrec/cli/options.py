@@ -36,7 +36,7 @@ Address = Annotated[
 AllowCode = Annotated[
     bool,
     typer.Option(
-        "--allow-code", help="Run code (module:name) that a config from a URI, a run, a checkpoint or an export names."
+        "--allow-code", help="Allow code (module:name) and servers in a config from a URI, a run, or an export."
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="Number of workers; default: as in training.")]

@@ -40,8 +40,7 @@ def train(
         raise ConfigError("--warm-start and --resume are mutually exclusive", expected="at most one of them")
     if resume_latest and earlier:
         raise ConfigError(
-            "--resume-latest cannot be combined with --resume or --warm-start",
-            expected="CONFIG --resume-latest, or --resume RUN",
+            "--resume-latest cannot be combined with --resume or --warm-start", expected="only one of the three options"
         )
     if config is None and earlier is None:
         raise ConfigError(
@@ -181,7 +180,7 @@ def plan(
         typer.echo(f"picture      {picture}", err=True)
     if not (on or prices):
         hosts, gpus, gib, *_ = plans.on[0].cluster
-        typer.echo(f"assumed: {hosts} × {gpus} workers of {gib:g} GiB each; name other machines with --on", err=True)
+        typer.echo(f"assumed: --on {hosts}x{gpus}x{gib:g}gib; name other machines with --on", err=True)
     print_json(plans.metrics()) if json else print_plans(plans)
     if not all(each.fits for each in plans.on) or ((prices or not plans.on) and not plans.chosen):
         raise typer.Exit(1)

@@ -225,7 +225,7 @@ def inspect(
         label: Column to predict (repeatable); default: columns with names that are common for labels.
         reserve: Column that is passed through (data.reserve_columns) and is not a feature (repeatable).
         dim: Width of the embeddings; a multiple of 4.
-        rows: Approximate number of rows to read; default: all.
+        rows: Approximate number of rows to read from each of training, validation and test data; default: all.
     """
     from raytrec.common.errors import ConfigError
     from raytrec.inspection.propose import inspect as propose

@@ -78,7 +78,7 @@ def promote(
     from raytrec.serving.command import promote as run
 
     run(uri, service=service, name=name, rollback=rollback, share=share, shadow=shadow)
-    print("restart      after a restart, the service loads the export named in its raytrec serve command")
+    print("restart      after a restart, the service loads the export that its command or configuration names")
 
 
 def verify(

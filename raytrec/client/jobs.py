@@ -51,7 +51,7 @@ class Jobs:
             raise ConfigError(
                 f"'{self.address}' is not an address of the job API",
                 where="--address" if address else ADDRESS_VARIABLES[0],
-                expected=f"http://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
+                expected=f"http(s)://HOST:PORT of the cluster's dashboard, such as {DEFAULT_ADDRESS}",
             )
         use_token()
         self._client = self._call_api(self._connect)
@@ -202,9 +202,9 @@ class Jobs:
             return ask()
         except AuthenticationError:
             raise RunError(
-                "the cluster refuses the token",
+                "the cluster refuses the token, or requires one",
                 where=self.address,
-                expected="the token with which the cluster was started",
+                expected="the token with which the cluster was started, and RAY_AUTH_MODE unset or token",
                 do=f"store this token in {describe_token_source()}",
             ) from None
         except (ConnectionError, RequestException):

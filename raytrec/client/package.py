@@ -61,7 +61,7 @@ def code(places: list[Path] | tuple = (), reserved_names: tuple[str, ...] = ()) 
         for path, file in uploads.items():
             target, where = Path(folder, path), str(file)
             target.parent.mkdir(parents=True, exist_ok=True)
-            with convert_os_errors("cannot copy the file", ConfigError, where=where, expected="a readable file"):
+            with convert_os_errors("cannot copy the file", ConfigError, where=where):
                 shutil.copy2(file, target)
         yield Path(folder)
 

@@ -45,7 +45,7 @@ class Cluster:
             from raytrec.client.job_run import JobApi as Backend  # type: ignore[assignment]
         else:
             what = f"'{address}' is not a cluster address"
-            raise ConfigError(what, expected="ray://HOST:10001 (Ray client) or http://HOST:8265 (job API)")
+            raise ConfigError(what, expected="ray://HOST:10001 (Ray client) or http(s)://HOST:8265 (job API)")
         logging.getLogger("ray.widgets.util").setLevel(logging.WARNING)  # the module recommends ipywidgets
         self.address, self._backend = address, Backend(address)
 
@@ -324,7 +324,7 @@ class Run:
             return self.history.result
         if self.state == "failed" and self.error:
             raise self.error
-        do = "train the same config again to resume from the last checkpoint"
+        do = "start the same run or command again; a run resumes from its last checkpoint"
         what = {
             "stopped": "the run was stopped",
             "interrupted": "the run was interrupted: its driver exited without reporting an error",

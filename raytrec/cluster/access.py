@@ -198,7 +198,7 @@ def _check_token(address: str, source: str) -> None:
             raise RunError(
                 f"no Ray cluster responds at {target}",
                 where=source,
-                expected="HOST:PORT of a cluster's head node (default port: 6379), or ray://HOST:PORT",
+                expected="a Ray cluster at this address (default port: 6379; with ray://: 10001)",
                 do="correct the address or retry; for a cluster with TLS, set RAY_USE_TLS=1 and Ray's certificates",
             )
         # A cluster calls a driver back, and the driver would refuse calls without its token. Ray clients are

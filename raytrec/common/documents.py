@@ -102,8 +102,8 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
         raise RunError(
             f"{name} of the {what} cannot be read: {get_first_line(error)}",
             where=uri,
-            expected=f"a readable file, written by `{made_by}` of this version",
-            do=f"restore the file, or run `{made_by}` again",
+            expected=f"a readable file, written by `{made_by}`",
+            do=f"make the file readable, restore it, or create a new folder with `{made_by}`",
         ) from None
 
 

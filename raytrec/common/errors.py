@@ -188,12 +188,12 @@ def make_unknown_word_error(
         word: Unknown word.
         known_words: Words that are accepted.
         where: File or configuration key that contains the word; see RaytrecError.
-        expected: Description of a correct word; default: "one of" and the known words.
+        expected: Description of a correct word; default: "one of" and the known words, if there are any.
         do: Advice to the user; see RaytrecError.
         kind: Class of the returned error.
     """
     known_words = list(known_words)
-    expected = expected or f"one of {', '.join(known_words)}"
+    expected = expected or (f"one of {', '.join(known_words)}" if known_words else "")
     return kind(what + format_suggestion(word, known_words), where=where, expected=expected, do=do)
 
 

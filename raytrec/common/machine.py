@@ -122,7 +122,7 @@ def _read_usable_memory(nvml: Any, name: str) -> int:
 
 PACKAGES = ("raytrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "ray")
 # Advice for an environment that was installed for another device; see requirements/install.py.
-REINSTALL_ADVICE = "run `make clean`, then `make install DEVICE={device}` (docs/install.md)"
+REINSTALL_ADVICE = "run `make clean`, then `make install DEVICE={device}` (without make: docs/install.md)"
 
 # Compute capabilities for which PyPI's fbgemm-gpu has machine code; it has no PTX (cuobjdump --list-elf,
 # --list-ptx): 1.8.0 for sm_80, sm_90a and sm_100a; 1.9.0 for sm_80, sm_90a and sm_100. Code with an "a" runs

@@ -191,5 +191,5 @@ class ClaimedFolder(OutputFolder):
             what: Reason, as a clause.
             do: Advice to the user.
         """
-        expected = f"a new folder, or the folder of an earlier run of the same `{self._command}`"
+        expected = f"a new or empty folder, or the folder of an earlier run of the same `{self._command}`"
         return ConfigError(what, where=f"--out {self.uri}", expected=expected, do=do)

@@ -164,7 +164,7 @@ class _Loader(*_LOADERS):  # type: ignore[misc]
                 continue
             if first := marks.get((key.tag, key.value)):
                 raise UnreadableError(
-                    f"duplicate key '{key.value}' in lines {first.line + 1} and {key.start_mark.line + 1}"
+                    f"duplicate key '{key.value}'{_format_position(key.start_mark)}; first in line {first.line + 1}"
                 )
             marks[key.tag, key.value] = key.start_mark
         return node

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -12,6 +13,7 @@ from itertools import pairwise
 from typing import Annotated, Any, Union
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticKnownError
 
 from raytrec.common.errors import RaytrecError
 from raytrec.common.reading import UnreadableError
@@ -20,13 +22,14 @@ from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
 MAX_COUNT = 2**53  # larger integers lose precision in JSON
+MAPPING_MESSAGE = re.compile(r"a valid dictionary( or instance of \w+)?")  # part of pydantic's messages
 MAX_AMOUNT = 1e9  # largest float setting (seconds, GiB, rates, norms); a thread can still wait this many seconds
 
 
 def _reject_bool(value: Any) -> Any:
-    """Raise ValueError for YAML's true and false, which pydantic would accept as 1 and 0; return other values."""
+    """Raise pydantic's error for YAML's true and false, which it would accept as 1 and 0; return other values."""
     if isinstance(value, bool):
-        raise ValueError(f"expected a number (got {str(value).lower()})")
+        raise PydanticKnownError("float_type")
     return value
 
 
@@ -89,7 +92,7 @@ def build_section_union(
         return user_code_key if PYTHON_PATH.fullmatch(str(kind)) else None
 
     members = tuple(Annotated[section, Tag(name)] for name, section in sections.items())
-    message = f"{{key}} must be one of {{names}}, or {user_code_key}"
+    message = f"expected a mapping with {{key}} set to one of {{names}}, or {user_code_key}"
     texts: Any = {"custom_error_message": message, "custom_error_context": {"key": key, "names": ", ".join(built_in)}}
     choice = Discriminator(get_tag, custom_error_type=error_type_name, **texts)
     return Annotated[Union[members], choice]  # noqa: UP007

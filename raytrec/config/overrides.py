@@ -45,7 +45,7 @@ def convert_yaml_errors(where: str) -> Iterator[None]:
         raise ConfigError(
             f"a value cannot be represented in YAML: {' '.join(str(error).split()) or 'the value contains itself'}",
             where=where,
-            expected="dictionaries, lists, text, numbers, True, False and None",
+            expected="dictionaries, lists, text, numbers, dates, True, False and None",
         ) from None
 
 
@@ -64,12 +64,12 @@ def apply_override(values: dict, override: str, sections: Collection[str]) -> No
     """
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
+    expected = "section.key=value, or section={key: value, …} for a whole section"
     if not equals or not all(parts):
         # The text after = may be a secret.
         shown = shorten_repr(key.strip() if equals else hide(override))
-        raise ConfigError(f"{shown} is not an override", where="overrides", expected="section.key=value")
+        raise ConfigError(f"{shown} is not an override", where="overrides", expected=expected)
     if len(parts) == 1 and parts[0] not in sections:
-        expected = "section.key=value, or section={key: value, …} for a whole section"
         what = f"there is no section {shorten_repr(parts[0])}"
         raise make_unknown_word_error(what, parts[0], sections, "overrides", expected)
     try:

@@ -6,7 +6,6 @@ takes seconds.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -26,7 +25,7 @@ from raytrec.common.errors import (
 from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
-from raytrec.config.base import Mark, Section, read_settings
+from raytrec.config.base import MAPPING_MESSAGE, Mark, Section, read_settings
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
@@ -51,7 +50,6 @@ from raytrec.config.trust import find_foreign_code, find_origin, refuse_code
 
 MAX_MISTAKES = 20  # listed in one error message
 EXPECTED = "Input should be "  # prefix of pydantic's messages
-MAPPING_MESSAGE = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
 class RunConfig(Section):
@@ -239,7 +237,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
         message = error["msg"].removeprefix("Value error, ")
         return message if not place or message.startswith(f"{section}.") else f"{place}: {message}"
     texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
-    message = " or ".join(texts).replace(f" or {EXPECTED}", " or ")
+    message = "; or ".join(texts).replace(f"; or {EXPECTED}", " or ")
     if isinstance(error["input"], dict) and "names" in (context := error.get("ctx", {})):  # base.build_section_union
         message += format_suggestion(str(error["input"].get(context["key"])), context["names"].split(", "))
     return f"{place}: {message} (got {shorten_repr(hide_all({place: error['input']})[place])})"

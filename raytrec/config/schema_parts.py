@@ -52,10 +52,10 @@ class ManagedIds(SchemaPart):
 
 
 def _parse_managed_ids(value: Any) -> Any:
-    words: dict[str, dict | None] = {"static": None, "managed": {}}
-    if isinstance(value, str) and value not in words:
+    value = {"static": None, "managed": {}}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(value, dict | ManagedIds | None):
         raise ValueError(f"expected static, managed, or a mapping of {', '.join(ManagedIds.model_fields)}")
-    return words[value] if isinstance(value, str) else value
+    return value
 
 
 # `static`, `managed`, or a mapping of the keys of ManagedIds that differ from their defaults.

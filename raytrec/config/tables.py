@@ -129,7 +129,7 @@ def _check_trainable(dtype: object) -> object:
 def _check_local(value: str) -> str:
     if "://" in value:
         raise ValueError(
-            "plan.mmap_dir: tables in an object store cannot be trained; use a folder on a disk of each node"
+            "plan.mmap_dir: tables cannot be mapped from a URI; use the path of a folder on a disk of each node"
         )
     return value
 

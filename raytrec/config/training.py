@@ -148,7 +148,7 @@ class TrainSection(Section):
     """Length, evaluation, numerics and compilation of training."""
 
     epochs: PositiveInt | Literal["auto"] = 1
-    """Passes over data.train. auto: 1 to 10 passes, for about a million rows in total; more on small
+    """Passes over data.train. auto: 1 to 10 passes, with at most a million rows in total if possible; more on small
     data, for at least 100 steps."""
     initial_bias: Literal["drawn", "log_odds"] = "drawn"
     """Initial bias of a model's last layer. drawn: random. log_odds: log-odds of the share of positives in
@@ -158,8 +158,8 @@ class TrainSection(Section):
     """Maximum number of steps; null: no limit."""
     eval_every_steps: Annotated[PositiveInt | Literal["auto", "next_folder"] | None, FREE, Mark.COMMON] = None
     """Steps between evaluations on data.valid, else on rows of data.holdout, else on data.test. The end of training is
-    always evaluated; null: only the end. auto: ten evaluations in total. next_folder: evaluate on each folder of files
-    in data.train, such as a day, just before training on its first row; requires data.shuffle: none."""
+    always evaluated; null: only the end. auto: at most ten evaluations in total. next_folder: evaluate on each folder
+    of files in data.train, such as a day, just before training on its first row; requires data.shuffle: none."""
     early_stopping: EarlyStoppingSection | None = None
     """End training when an evaluation metric reaches a target or stops improving; null: never."""
     log_every_steps: Annotated[PositiveInt, FREE] = 20

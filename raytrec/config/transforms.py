@@ -256,13 +256,13 @@ class Sample(Section):
             raise ValueError("sample takes rows or vocabulary, not both")
         if self.count == "all" and (self.vocabulary or self.exclude):
             key = "vocabulary" if self.vocabulary else "exclude"
-            raise ValueError(f"{key} cannot be set with count: all, which uses every id of the table")
+            raise ValueError(f"{key} cannot be set with count: all, which uses every id")
         if self.frequency and not split_query(self.vocabulary or "")[0].endswith(".parquet"):
             raise ValueError(
                 "frequency requires a Parquet vocabulary: set vocabulary to a .parquet file that contains this column"
             )
         if not self.frequency and (self.power != 1 or self.log_share):
-            raise ValueError(f"{'log_share' if self.log_share else 'power'} requires draws by frequency: set frequency")
+            raise ValueError(f"{'log_share' if self.log_share else 'power'} is set, but frequency is not")
         return self
 
     @property

@@ -83,11 +83,11 @@ def refuse_code(original_code: dict[str, str], values: dict[str, Any], where: st
     named = [f"{key}: {value}" for key, value in original_code.items() if now.get(key) == value]
     if named:
         raise ConfigError(
-            f"an untrusted configuration names code to run or servers to contact: {'; '.join(named)}",
+            f"an untrusted file names code to run or servers to contact: {'; '.join(named)}",
             where=where,
-            expected="a configuration that names no code (module:name), no cluster address, no URI that selects its "
-            "server and, while an MLflow password is set, no MLflow server",
-            do="if you trust it, add --allow-code (allow_code=True) or use your own copy; else override these keys",
+            expected="a file without code (module:name), and without clusters and servers that may be another user's",
+            do="if you trust it, add --allow-code (allow_code=True) where available, or use your own copy of the "
+            "file; else override these keys",
         )
 
 

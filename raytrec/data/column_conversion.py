@@ -19,7 +19,7 @@ from raytrec.data.read_plans import ResolvedReadPlan
 
 UNITS_PER_SECOND = {"s": 1, "ms": 10**3, "us": 10**6, "ns": 10**9}
 DAY_S = 86_400
-SKIP_ADVICE = "skip such rows: data.on_error=skip"
+SKIP_ADVICE = "skip such rows in new runs, evaluations and predictions: data.on_error=skip"
 NULL_LABEL_ADVICE = "set nulls: skip in tasks: [{{label: {label}, nulls: skip}}], or remove a label that no task learns"
 FIRST_INEXACT_INTEGER = 2**53  # float64 represents every integer up to this one exactly
 
@@ -304,7 +304,7 @@ def _read_mask(column: pa.ChunkedArray, name: str, place: Place) -> np.ndarray:
         raise DataError(
             f"mask '{name}' is {values[row]:.9g}",
             where=place.of(name, row),
-            expected="0 or 1 (false or true) in the column of a task's `mask`",
+            expected="0, 1, false, true or null in the column of a task's `mask`",
             do=advise_transform("binarize", name, at_least="NUMBER"),
         )
     return values == 1

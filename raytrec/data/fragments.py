@@ -215,7 +215,7 @@ def scan(
     if not groups:
         raise DataError(
             "the dataset has no rows"
-            + (f", because data.on_error=skip skips {format_count(len(left_out), 'file')}" if left_out else ""),
+            + (f"; data.on_error=skip has skipped {format_count(len(left_out), 'file')}" if left_out else ""),
             where=f"{key}={join_folder_names(places)}",
             expected=f"at least one row in {listing}"
             + (f"; first error: {left_out[0].what} ({left_out[0].where})" if left_out else ""),
@@ -315,7 +315,7 @@ def _unify_types(
             errors[file.uri] = DataError(
                 f"reserved column '{name}' has type {file.types[name]}, but {types[name]} in other files",
                 where=f"{file.uri}, column {name}",
-                expected="the same type in all files, or integer or text types of different widths",
+                expected="the same type in all files, or types that Arrow can promote to a common type",
                 do="write all files with the same type, or use data.transforms: {do: cast, …}",
             )
         else:

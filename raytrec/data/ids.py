@@ -104,7 +104,7 @@ def bags(table: pa.Table, feature: Feature) -> tuple[np.ndarray, np.ndarray, np.
         raise DataError(
             f"feature '{feature.name}' contains a null inside a list",
             where=feature.place.of(feature.column, rows(index)),
-            expected="ids; an empty list, or null instead of the list, for a row without ids",
+            expected="ids; an empty list or, except for candidates, null for a row without ids",
             do=fill if spec.weights or spec.side_features else drop,
         )
     ids = _ids(flat, feature, rows)
@@ -130,7 +130,7 @@ def _read_ids(table: pa.Table, feature: Feature) -> pa.Array:
     exact = missing | ((np.abs(values) < FIRST_INEXACT_INTEGER) & (values == np.floor(values)))
     if (row := find_first_true(~exact)) is not None:
         is_large = np.isfinite(values[row]) and values[row] == np.floor(values[row])
-        advice = f"list the column under dense; or {advise_transform('bucketize', feature.column, boundaries='[…]')}"
+        advice = f"{advise_transform('bucketize', feature.column, boundaries='[…]')}; or list finite values under dense"
         raise DataError(
             f"sparse feature '{feature.name}' contains the value {values[row]:.17g}",
             where=feature.place.of(feature.column, row),
@@ -214,7 +214,8 @@ def _in_range(ids: np.ndarray, feature: Feature, rows: Callable[[int], int]) -> 
             f"id {ids[index]} of feature '{name}' is out of range for table '{feature.spec.table}'",
             where=feature.place.of(feature.column, rows(index)),
             expected=f"0 ≤ id < {table.rows} ({key}.rows)",
-            do=f"correct the data or {key}.rows, or set {key}.out_of_range to clamp or hash, or {key}.ids to managed",
+            do=f"correct the data; unless the run is resumed, set {key}.out_of_range to clamp or hash; or in new runs, "
+            f"correct {key}.rows or set {key}.ids to managed",
         )
     if table.out_of_range == "clamp":
         return np.clip(ids, 0, table.rows - 1).astype(np.int64)

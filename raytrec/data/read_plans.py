@@ -27,7 +27,7 @@ class TaskColumn:
     Attributes:
         column: Name of the column.
         role: Use of the column: a mask of 0 and 1, or a weight for each row.
-        named_by: Description of the configuration key that names the column, such as "mask of task click".
+        named_by: Description of the configuration key that names the column, such as "the mask of task click".
     """
 
     column: str
@@ -66,8 +66,8 @@ class TaskRows:
     @property
     def columns(self) -> list[TaskColumn]:
         """Return the columns that the task reads in addition to its label."""
-        mask = TaskColumn(self.mask, "mask", f"mask of task {self.name}")
-        weight = TaskColumn(self.sample_weight, "sample weight", f"sample_weight of task {self.name}")
+        mask = TaskColumn(self.mask, "mask", f"the mask of task {self.name}")
+        weight = TaskColumn(self.sample_weight, "sample weight", f"the sample_weight of task {self.name}")
         return [read for read in (mask, weight) if read.column]
 
 

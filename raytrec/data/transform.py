@@ -65,7 +65,7 @@ def apply_transforms(
             message = (str(error).splitlines() or [""])[0]
             is_unexpected = isinstance(transform, t.Python) or not isinstance(error, (TypeError, ValueError))
             kind = f"{type(error).__name__}: " if is_unexpected or not message else ""
-            expected = "modules on the Python path of every node" if isinstance(error, ImportError) else None
+            expected = "modules that every node can import" if isinstance(error, ImportError) else None
             raise _transform_error(transform, where, f"{kind}{message}", expected) from error
         if not isinstance(after, pa.Table) or after.num_rows != table.num_rows:
             rows = isinstance(after, pa.Table) and f"{format_count(after.num_rows, 'row')}, not {table.num_rows:,}"
@@ -82,7 +82,7 @@ def _transform_error(transform: Any, where: str, why: str, expected: str | None)
         f"transform {transform.do}{of_columns} in data.transforms failed: {why}",
         where=where,
         expected=expected,
-        do=f"correct the {'function' if isinstance(transform, t.Python) else 'settings of the transform'}, or the data",
+        do="correct the transform, or the data",
     )
 
 

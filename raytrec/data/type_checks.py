@@ -45,7 +45,7 @@ def check_present(
         columns: Names of the required columns.
         where: Path or URI of the file, for messages.
         form: Resolved read plan, from which messages take configuration keys and the names of folder columns.
-        fields: True if a struct field such as `user.age` is accepted as a column.
+        fields: True if a struct field such as `user.age`, or a key of folders, is accepted as a column.
 
     Raises:
         DataError: A column is missing (the message suggests a similar name), or several columns have its name.
@@ -64,11 +64,11 @@ def check_present(
         if path is None:
             available = list(dict.fromkeys([*arrow.names, *leaf_names(arrow), *form.types]))
             near, key = find_similar_word(column, available), form.plan.named_by(column)
-            place = key or "the schema or data.transforms"
+            place, folders = key or "the schema or data.transforms", f" or folders {column}=VALUE" * fields
             raise DataError(
                 f"column '{column}' is missing",
                 where=where,
-                expected=f"column '{column}' ({place}) or folders {column}=VALUE; available: {format_names(available)}",
+                expected=f"column '{column}' ({place}){folders}; available: {format_names(available)}",
                 do=f"did you mean '{near}'? Correct {place}, or the data" if near else f"correct {place}, or the data",
             )
 
@@ -106,8 +106,8 @@ def check_types(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> None:
         kind = value_type(kind) if column in schema.candidates or in_tasks else kind
         if not is_number(plain(kind)) and not (may_be_null and types.is_null(plain(kind))):
             advice = _advise_number(plain(kind), column, role)
-            expected = f"one number per {'candidate' if column in schema.candidates else 'row'}"
-            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, expected, advice)
+            unit = "candidate" if column in schema.candidates else "row" + " or candidate" * bool(in_tasks)
+            raise _unsupported_type_error(f"{role} '{column}'", kind, column, uri, f"one number per {unit}", advice)
     for column in form.plan.reserved.names:
         _check_reserved(plain(arrow.field(column).type), column, form.plan.reserved, uri)
     for feature, spec in schema.sparse.items():
@@ -131,11 +131,11 @@ def _unsupported_type_error(what: str, kind: pa.DataType, column: str, uri: str,
 
 def _advise_number(kind: pa.DataType, column: str, role: str) -> str:
     """Return advice on how to convert a column to numbers, given its role (label, dense column, mask, …)."""
-    if is_text(kind) and role in ("label", "mask"):
-        return f"{advise_transform('binarize', column, positive='[…]')}, listing the texts that mean 1"
     if is_text(kind):
-        sparse = "list the column under sparse with a table that sets out_of_range: hash; for numbers as text, "
-        return (sparse if role == "dense column" else "") + advise_transform("cast", column, to="float32")
+        sparse = "list the column under sparse with a table that sets out_of_range: hash"
+        binarize = f"{advise_transform('binarize', column, positive='[…]')}, listing the texts that mean 1"
+        advice = {"dense column": f"{sparse}; ", "sample weight": ""}.get(role, f"{binarize}; ")
+        return f"{advice}for numbers as text, {advise_transform('cast', column, to='float32')}"
     if is_list(kind) or types.is_map(kind):
         requests = f"if a row is a request with a list of candidates, add {column} to candidates in schema.yaml"
         advice = {
@@ -155,7 +155,8 @@ def _check_ids(kind: pa.DataType, feature: str, column: str, table: str, is_text
     if is_integral or (is_text(value) and is_text_allowed) or types.is_null(value):
         return
     nesting = " (nested lists)" if is_list(value) else ""
-    text_advice = f"set tables.{table}.out_of_range to hash, or tables.{table}.ids to managed"
+    text_advice = f"for numbers as text, {advise_transform('cast', column, to='int64')}; for other text in new runs, "
+    text_advice += f"set tables.{table}.out_of_range to hash, or tables.{table}.ids to managed"
     raise DataError(
         f"sparse feature '{feature}' has values of type {_truncate_type(value)}{nesting}",
         where=f"{uri}, column {column}",
@@ -181,7 +182,7 @@ def _check_reserved(kind: pa.DataType, column: str, reserved: ReservedColumnSet,
     kind, expected = (value_type(kind), "one value per item") if may_be_list else (kind, "one value per row")
     if is_list(kind) or types.is_nested(kind) or (is_key and types.is_interval(kind)):
         advice = _advise_fields(kind, column) or CONVERSION_ADVICE
-        if is_key and reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
+        if is_key and is_list(kind) and reserved.named_by.get(column) in RELEVANT_ITEM_KEYS:
             advice = "write the lists to another column and set eval.retrieval.right_items=COLUMN"
         raise _unsupported_type_error(f"reserved column '{column}'", kind, column, uri, expected, advice)
     if column in reserved.groups:

@@ -218,7 +218,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
     """
     remaining = [i for i in range(len(nodes.names)) if i not in nodes.hosts_without_torch]
     if len(remaining) < 2:
-        yield Diagnosis(WARNING, "fewer than two nodes can import torch", "first repair failures of `operators`")
+        yield Diagnosis(WARNING, "fewer than two nodes pass the check `operators`", "first repair its failures")
         return
     if any(frozenset(pair) in nodes.disconnected_pairs for pair in combinations(remaining, 2)):
         yield Diagnosis(WARNING, "not timed: some nodes cannot connect", "first repair failures of `ports`")
@@ -236,7 +236,7 @@ def check_all_reduce(nodes: ThisHost) -> Diagnoses:
         group = find_smallest_failing_group(remaining, fails)
         names = " and ".join(nodes.names[i] for i in sorted(group))
         what = f"an all-reduce of {names} with {backend} failed: {answers[tuple(group)]}"
-        yield Diagnosis(FAILURE, what, ADDRESS_REPAIR)
+        yield Diagnosis(FAILURE, what, f"correct the stated cause; if nodes cannot connect, {ADDRESS_REPAIR}")
         # In reverse order, a node that fails with every other node is the last of the next group.
         remaining = [i for i in reversed(remaining) if i != group[-1]]
     if len(remaining) > 1 and (answer := answers.get(tuple(remaining))):

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from raytrec.cluster.session import describe_connection
 from raytrec.common.errors import convert_os_errors
+from raytrec.common.formatting import format_count
 from raytrec.common.messages import Compared
 from raytrec.common.terminal import open_console, to_bold_text, to_plain_text
 from raytrec.config.overrides import Overrides
@@ -176,7 +177,7 @@ CHECK_LABELS = {  # check → its name in the table
 def print_check(result: CheckResult) -> None:
     """Print a table of each check's worst comparison to stdout, then all failed comparisons and the next steps."""
     console = open_console()
-    title = to_bold_text(result.name) + Text(f": {result.world_size} workers against one process")
+    title = to_bold_text(result.name) + Text(f": {format_count(result.world_size, 'worker')} against one process")
     console.print(title, soft_wrap=True)
     table = Table()
     for column in ("check", "compared", "max abs error", "relative", "limit", "result"):

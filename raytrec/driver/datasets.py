@@ -180,7 +180,7 @@ def check_sample_counts(config: RunConfig, schema: Schema, train: Dataset) -> No
         is_negatives = getattr(config.model, "negatives", None) == feature
         if per_row > read_ids:
             raise ConfigError(
-                f"each row gets {per_row} ids of {feature} ({count:,} ids ÷ {rows:,} rows per global batch), "
+                f"each row gets {per_row} ids of {feature} (ids: {count:,}, rows per global batch: {rows:,}), "
                 f"but the model reads at most {read_ids} per row",
                 where=f"data.transforms, do: sample, column: {schema.get_ids_column(feature)}, count: all",
                 expected=f"a model that reads at least {per_row} ids per row",
@@ -232,7 +232,7 @@ def open_data(config: RunConfig) -> tuple[Schema, dict[str, Dataset]]:
     rows = datasets["train"].rows
     if config.data.drop_last and rows < config.data.global_batch_size:
         raise DataError(
-            f"data.train has {format_count(rows, 'row')}, fewer than one global batch, and data.drop_last drops them",
+            f"training has {format_count(rows, 'row')}, fewer than one global batch, which data.drop_last drops",
             where=f"{datasets['train'].uri}, data.global_batch_size={config.data.global_batch_size}",
             expected=f"at least {config.data.global_batch_size:,} rows, or data.drop_last=false",
             do=f"set data.drop_last=false, or lower data.global_batch_size to {rows} or less",

@@ -212,7 +212,7 @@ def _acquire_lock(file, folder: Path, patience_s: float, report: Callable[[str],
             return
         except BlockingIOError:
             note = read_driver_record(folder)
-            is_driver = "pid" in note and is_alive(note) is not False  # raytrec track also holds the lock
+            is_driver = note.get("status") == "RUNNING" and is_alive(note) is not False  # raytrec track also locks
             holder = "process {pid} on {host}".format(**note) if is_driver else "another process"
         if monotonic() > deadline:
             raise RunError(

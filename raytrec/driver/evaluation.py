@@ -321,6 +321,6 @@ def read_run_schema(place: str | Path) -> Schema:
             "the run has not recorded any lookups of ids",
             where=str(folder / RANKS),
             expected="one line with lookups per rank for every tracking.every_steps steps",
-            do="train for more than tracking.every_steps steps",
+            do="set tracking.every_steps if it is null, and train at least as many steps",
         )
     return replace_lengths(config, schema, lengths)

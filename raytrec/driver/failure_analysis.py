@@ -96,7 +96,7 @@ def _classify(rank: int, error: BaseException) -> Cause:
         return Cause(FailureKind.DEATH, rank, "died: its process was killed or crashed", cause)
     is_consequence = not _find_line(GPU_ERROR_PHRASES, text) and _find_line(COLLECTIVE_ERROR_PHRASES, text)
     kind = FailureKind.CONSEQUENCE if is_consequence else FailureKind.ERROR
-    return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}", cause)
+    return Cause(kind, rank, f"raised {type(cause).__name__}: {extract_main_line(text)}".rstrip(": "), cause)
 
 
 def extract_main_line(text: str) -> str:

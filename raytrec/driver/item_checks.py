@@ -71,7 +71,7 @@ def check_item_keys(items: Dataset, column: str) -> None:
     keys = read_keys(items, column)
     if len(missing := np.flatnonzero(keys == NULL_KEY)):
         raise DataError(
-            f"the keys of {format_count(len(missing), 'item')} are missing",
+            f"the items have {format_count(len(missing), 'missing key')}",
             where=_place(items, column, int(missing[0])),
             expected="a key per item",
             do=f"remove the items, or choose another column of keys ({option})",

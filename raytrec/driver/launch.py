@@ -74,7 +74,7 @@ def run_in_session(config: RunConfig, failed: Callable[[str, bool], None], work:
             again = is_local and lost.part == RAYLET and remaining_failures >= 0 and not is_stuck()
             failed(lost.what, again)
             if not again:
-                do = f"resume from the last checkpoint: {resume_command(config)}"
+                do = f"resume the run: {resume_command(config)}"
                 raise RayLost(lost.what, where=lost.where, do=do) from None
 
 
@@ -179,7 +179,7 @@ def run_group(
         raise Interrupted(stop.signal)
     if watch.result is None:
         do = f"resume the run: {resume_command(config)}" if saves else "run the same command again"
-        raise RunError("the workers exited without a result", where=config.run.dir, do=do)
+        raise RunError("the workers exited without a result", where=config.run.dir if saves else None, do=do)
     return watch.result
 
 

@@ -188,16 +188,16 @@ def _check_capacity(config: RunConfig, device: str, gpus: int) -> None:
             f"the nodes{with_gpus} have no room for {format_count(least, 'worker')}"
             f"{'' if read_elsewhere else ' with readers'} ({format_count(cpus, 'CPU')} in total)",
             where=", ".join(keys),
-            expected=f"{resources['CPU']:g} CPUs on one node for each worker ({' plus '.join(own)})",
+            expected=f"{format_count(int(resources['CPU']), 'CPU')} on one node for each worker ({' plus '.join(own)})",
             do=f"lower {' or '.join(keys)}, or use a larger cluster",
         )
 
 
 def reads_on_cpu_nodes(config: RunConfig, device: str) -> bool:
-    """Return True if only nodes without GPUs read rows for GPU workers (data.read_on); False on CPUs.
+    """Return True if GPU workers reserve no CPUs for readers, which run on other CPUs (data.read_on); False on CPUs.
 
-    With read_on=auto, such nodes read all rows if their CPUs suffice for all readers, or if the cluster has an
-    autoscaler.
+    With read_on=auto, this is the case if nodes without GPUs have a CPU for each reader, or if the cluster has an
+    autoscaler, which then provides CPUs on nodes of any kind.
     """
     if device != "cuda" or config.data.read_on != "auto":
         return device == "cuda" and config.data.read_on == "cpu_nodes"

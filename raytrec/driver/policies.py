@@ -104,7 +104,7 @@ class GroupFailurePolicy(FailurePolicy):
         retry = isinstance(failure, RETRYABLE_CONTROLLER_ERRORS)
         if not retry and cause.kind in (FailureKind.NODE, FailureKind.DEATH, FailureKind.CONSEQUENCE):
             retry = self._should_restart(cause)
-        text = cause.text if cause.kind == FailureKind.RAYTREC_ERROR else f"a worker {cause.text}"
+        text = "a worker " * (cause.kind in (FailureKind.NODE, FailureKind.DEATH)) + cause.text.removeprefix("raised ")
         self._coordinator.failed.remote(None, f"workers did not start: {text}", True, retry)
         return FailureDecision.RETRY if retry else FailureDecision.RAISE
 

@@ -58,9 +58,9 @@ def check_plan(plan: RunPlan) -> list[str]:
     if config.train.initial_bias == "log_odds" and (reason := explain_ignored_log_odds(config, schema)):
         lines.append(f"train.initial_bias=log_odds has no effect, because {reason}")
     lines += [
-        f"dense column {name} has absolute values up to {value:,.0f}, which make logits and gradients large; add "
-        f"scale: {{{format_yaml_scalar(name)}: {{log: true}}}} or its mean and std to schema.yaml, or "
-        f"{{do: log, columns: [{format_yaml_scalar(name)}]}} to data.transforms"
+        f"dense column {name} has absolute values up to {value:,.0f}, which make logits and gradients large; this is "
+        f"avoided by scale: {{{format_yaml_scalar(name)}: {{log: true}}}} or its mean and std in schema.yaml, or by "
+        f"{{do: log, columns: [{format_yaml_scalar(name)}]}} in data.transforms"
         for name, value in plan.datasets["train"].large_columns.items()
         if name != getattr(config.model, "request_time", None)
     ]
@@ -113,7 +113,7 @@ def check_fit(config: RunConfig, schema: Schema, *, on_this_machine: bool) -> No
                 f"train.early_stopping compares {metric}, but only the checkpoints with the best {best} are kept",
                 where="train.early_stopping.restore_best",
                 expected="equal metrics, so that the checkpoint of the best evaluation exists",
-                do=f"set checkpoint.best_metric: {metric}",
+                do=f"set checkpoint.best_metric={metric}",
             )
     if on_this_machine:
         if config.train.compile:
@@ -170,7 +170,7 @@ def check_sampled_ids(config: RunConfig, schema: Schema) -> list[str]:
             if rows < table.rows:
                 lines.append(
                     f"{key} is {rows:,}, but table {name} has {size}: ids from {rows:,} on are never "
-                    "sampled; remove the key rows to sample all ids"
+                    "sampled; without the key rows, all ids are sampled"
                 )
     return list(dict.fromkeys(lines))  # features may share a table
 
@@ -227,7 +227,7 @@ def check_row_and_step_counts(config: RunConfig, schema: Schema, steps: int) -> 
     if end < steps:
         lines.append(
             f"optim.schedule: learning rates are 0 from step {end:,} on, but the run has {steps:,} steps; "
-            "remove decay_steps to decay until the end of the run"
+            "without decay_steps, they decay until the end of the run"
         )
     stopping, every = config.train.early_stopping, resolve_evaluation_interval(config, steps)
     if stopping and every:
@@ -265,7 +265,7 @@ def check_constant_labels(plan: RunPlan) -> list[str]:
                 expected="rows of several classes",
                 do=f"add rows of the other classes, or remove the task{losses}",
             )
-        lines.append(f"{finding} in data.train, so {section.loss} cannot learn from the label{losses}")
+        lines.append(f"{finding} in data.train, so {section.loss} may learn nothing from the label{losses}")
     return lines
 
 

@@ -233,7 +233,7 @@ def load_checkpoint_config(
 
     Args:
         place: Run folder or checkpoint folder.
-        overrides: `section.key=value` strings; they must include data.train.
+        overrides: `section.key=value` strings.
         allow_code: True if the configuration may name code (config/trust.py).
 
     Raises:

@@ -72,8 +72,8 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
             "these settings affect the result and cannot be changed on resume:\n" + "\n".join(changed),
             where=str(file),
             expected="the configuration that the run started with",
-            do=f"restore these settings, or start a new run with the weights of this run: raytrec train --warm-start "
-            f"{quote_for_shell(place)}",
+            do="restore these settings, or start a new run; the option --warm-start "
+            f"{quote_for_shell(place)} loads the weights of this run's newest checkpoint, if there is one",
         )
     return config
 

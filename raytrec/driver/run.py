@@ -203,14 +203,13 @@ def add_recovery_hint(error: RaytrecError, config: RunConfig, steps: int) -> Ray
         return error
     run = make_relative(Path(config.run.dir))
     words = ["raytrec", "evaluate", run]
+    words += [] if config.data.test or config.data.valid else ["--data", "PARQUET"]
     words += ["--set", "data.on_error=skip"] if isinstance(error, DataError) else []
     words += ["--allow-code"] if find_foreign_code(config.model_dump(by_alias=True)) else []
-    advice = [error.do] if error.do else []
-    advice += [
-        f"all {steps} steps are trained and saved in {folder}: evaluate the run with `{shlex.join(words)}`",
-        f"or fix the error and complete the run: `raytrec train --resume {shlex.quote(run)}`",
-    ]
-    return type(error)(error.what, where=error.where, expected=error.expected, do="; ".join(advice))
+    advice = f"{error.do}; " if error.do else ""
+    advice += f"the trained model is saved in {folder}: evaluate it with `{shlex.join(words)}`; "
+    advice += f"or fix the error and complete the run: {resume_command(config)}"
+    return type(error)(error.what, where=error.where, expected=error.expected, do=advice)
 
 
 def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError | None:
@@ -223,7 +222,7 @@ def _find_store_error(follower: DeliveryProcess, folder: Path) -> RaytrecError |
     except ConfigError as error:
         run = make_relative(folder)
         advice = error.do or "correct tracking.uri"
-        do = f"the run is complete: in {run}/config.yaml, {advice}; then run raytrec track {quote_for_shell(run)}"
+        do = f"the run is complete: {advice} (settings: {run}/config.yaml); then raytrec track {quote_for_shell(run)}"
         return RunError(**error.parts | {"do": do})
     return None
 

@@ -143,7 +143,7 @@ def _index_groups(config: RunConfig, schema: Schema) -> dict[str, int]:
             for table in match_tables(name, schema, f"plan.colocate, group {index + 1}"):
                 if (first := groups.setdefault(table, index)) != index:
                     what = f"the table is in groups {first + 1} and {index + 1} of plan.colocate"
-                    raise make_plan_error(table, what, "one group that contains all tables of both groups")
+                    raise make_plan_error(table, what, "each table in at most one group")
     return groups
 
 
@@ -190,7 +190,7 @@ def count_column_shards(
 
 def make_plan_error(table: str, what: str, expected: str) -> ConfigError:
     """Return the error for a table (or comma-separated tables) whose constraints no plan can satisfy."""
-    return ConfigError(f"cannot plan table {table}: {what}", where="plan", expected=expected)
+    return ConfigError(f"cannot plan table{'s' * (', ' in table)} {table}: {what}", where="plan", expected=expected)
 
 
 UVM_KERNELS = ("fused_uvm", "fused_uvm_caching")
@@ -252,8 +252,8 @@ def advise_disk_space(config: RunConfig, is_full: bool = True) -> str:
     other = "set plan.mmap_dir to a writable folder on a local disk"
     do = "free up space, or set plan.mmap_dir to a folder on another disk" if is_full else other
     run = Path(config.run.dir or "")
-    begun = config.run.dir and (run / "config.yaml").is_file()
-    return f"{do}; then resume the run: raytrec train --resume {quote_for_shell(make_relative(run))}" if begun else do
+    resume = f"; then resume: raytrec train --resume {quote_for_shell(make_relative(run))}, or submit the job again"
+    return do + resume * bool(config.run.dir and (run / "config.yaml").is_file())
 
 
 def find_memory_filesystem(folder: Path) -> str | None:

@@ -15,7 +15,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
 from raytrec.common.output_folder import compute_binding
-from raytrec.common.storage import make_absolute, open_filesystem
+from raytrec.common.storage import make_absolute, open_filesystem, quote_for_shell
 from raytrec.deltas.apply import Delta, read_delta, refuse_unusable
 from raytrec.deltas.chain import Position, find_position, read_next
 from raytrec.driver.console import Result, RunConsole
@@ -71,7 +71,7 @@ def apply_deltas(export: str, deltas: str, out: str, *, to: int | None = None, a
     metrics = {"version": manifest.version, "step": step, "deltas": count, "name": base.source.run}
     metrics["seconds"] = round(perf_counter() - began, 3)
     pairs = [("version", manifest.version), ("step", f"{step:,}"), ("applied deltas", f"{count:,}")]
-    return Result(metrics, out, [f"export       {out}", f"serve with   raytrec serve {out}"], pairs)
+    return Result(metrics, out, [f"export       {out}", f"serve with   raytrec serve {quote_for_shell(out)}"], pairs)
 
 
 def _read_chain(folder: str, start: Position, to: int | None) -> list[Position]:
@@ -98,15 +98,15 @@ def _copy_files(export: str, manifest: Manifest, work: Path) -> None:
     filesystem, path = open_filesystem(export)
     copied = select_files(manifest, manifest.files.keys() - {ONNX_FILE})
     for name, entry in copied.files.items():
-        info, size = filesystem.get_file_info(f"{path}/{name}"), entry.bytes
-        if not info.is_file or info.size != size:
-            fault = f"has {info.size:,} bytes" if info.is_file else "is missing"
-            expected = f"a file of {size:,} bytes"
-            do = "restore the file, or repeat `raytrec export`"
-            raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected, do=do)
-        (work / name).parent.mkdir(parents=True, exist_ok=True)
-        do = "check the export, and set TMPDIR to a folder with enough space"
+        size, do = entry.bytes, "check the export, and set TMPDIR to a folder with enough space"
         with convert_os_errors(f"{name} cannot be copied to a temporary folder", where=export, do=do):
+            info = filesystem.get_file_info(f"{path}/{name}")
+            if not info.is_file or info.size != size:
+                fault = f"has {info.size:,} bytes" if info.is_file else "is missing"
+                expected = f"a file of {size:,} bytes"
+                do = "restore the file, or write the export again"
+                raise RunError(f"the export is damaged: {name} {fault}", where=export, expected=expected, do=do)
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
             fs.copy_files(f"{path}/{name}", str(work / name), filesystem, fs.LocalFileSystem())
     check_files(work, copied, True, export)
 

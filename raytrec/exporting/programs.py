@@ -64,8 +64,8 @@ class Program:
             raise ConfigError(
                 f"the exported model contains {error}",
                 where="model.name",
-                expected="operators of torch.ops.aten that check all sizes and indices",
-                do="use only operators listed in OPERATORS in raytrec/scoring/operators.py",
+                expected="operators and expressions of sizes that raytrec/scoring/operators.py allows",
+                do="use other operations in the model; OPERATORS in this file lists the allowed operators",
             ) from error
 
 
@@ -108,7 +108,7 @@ def _export(model: nn.Module, inputs: tuple[Input, ...]) -> ExportedProgram:
             f"torch cannot export the model: {get_first_line(error)}",
             where=_find_model_line(error),
             expected="operations whose output shapes depend only on input shapes, for any number of rows",
-            do="change this line; common remedies: x.shape[0] for len(x), torch.where for branches on values",
+            do="change the model; common remedies: x.shape[0] for len(x), torch.where for branches on values",
         ) from error
 
 

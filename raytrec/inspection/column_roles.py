@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from raytrec.common.errors import SchemaError
-from raytrec.common.formatting import format_count
+from raytrec.common.formatting import format_count, format_percent
 from raytrec.config.schema import advise_transform, format_yaml_scalar
 from raytrec.inspection.column_stats import ColumnStats, undo_log
 
@@ -156,7 +156,7 @@ def _require_finite_numbers(f: Finding) -> Finding:
         what += [f"{s.count('nan'):,} NaN"] if s.count("nan") else []
         f.notes.append(f"{' and '.join(what)}: replaced by the mean (scale)")
     if s.count("infinite"):
-        f.notes.append(f"{format_count(s.count('infinite'), 'infinite value')}, which training rejects")
+        f.notes.append(f"{format_count(s.count('infinite'), 'infinite value')}: clipped to the finite range")
         f.add_transform("clip", low=s.lowest, high=s.highest)
     return f
 
@@ -196,7 +196,8 @@ def _label(s: ColumnStats, why: str) -> Finding:
     if missing := s.count_missing():
         f.notes.append(f"{format_count(missing, 'null')} or NaN: rows without a label (`nulls: skip` in its task)")
     if infinite := s.count("infinite"):
-        f.notes.append(f"{format_count(infinite, 'infinite value')}: rejected, or skipped with data.on_error=skip")
+        rejected = ": rejected, or skipped with data.on_error=skip" * s.is_probability
+        f.notes.append(f"{format_count(infinite, 'infinite value')}{rejected}")
     if s.base == "text":
         return _label_of_text(f)
     if s.mixed:
@@ -226,7 +227,7 @@ def _label_of_text(f: Finding) -> Finding:
         raise SchemaError(
             f"column '{s.name}' cannot be the label: it contains {s.distinct_text} distinct texts",
             where=f"column {s.name}",
-            expected=f"numbers in [0, 1], or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
+            expected=f"numbers, or at most {MAX_LABEL_VALUES} distinct texts, some of which mean 1",
             do="pass another column with --label COLUMN; or write the schema by hand, and convert texts to 0 and 1: "
             + advise_transform("binarize", s.name, positive="[TEXT, …]"),
         )
@@ -234,7 +235,7 @@ def _label_of_text(f: Finding) -> Finding:
     positive = [text for text in counts if POSITIVE_TEXT.fullmatch(text.strip())] or [min(counts, key=counts.get)]
     share = _share(s, lambda v: v in positive)
     chosen = ", ".join(sorted(positive))
-    f.notes.append(f"{_values(s)}, not 0 and 1: choose the texts that mean 1, currently {chosen}{share}")
+    f.notes.append(f"text ({_values(s)}): choose the texts that mean 1, currently {chosen}{share}")
     if s.mixed:
         f.add_transform("cast", to="string")
     return f.add_transform("binarize", positive=sorted(positive))
@@ -244,7 +245,7 @@ def _share(s: ColumnStats, positive) -> str:
     if not s.few:
         return ""
     share = sum(n for value, n in s.few.items() if positive(value)) / max(sum(s.few.values()), 1)
-    return f" ({100 * share:.2g} % of the rows are currently 1)"
+    return f" ({format_percent(share)} of the rows are currently 1)"
 
 
 def _values(s: ColumnStats) -> str:

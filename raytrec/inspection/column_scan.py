@@ -82,13 +82,13 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
         DataError: The training data has no files, rows or readable columns, a footer of the training data cannot be
             read, or a file cannot be opened.
     """
-    listing = list_files(uri, "PARQUET")
+    listing = list_files(uri, "path")
     footers: dict[str | None, Footers] = {None: {path: read_footer(path) for path in listing.files}}
     not_seen: dict[str, str] = {}
     labels = {name for name in _find_common_columns(footers[None]) if is_label(name)}
     for part, place in also.items():
         try:
-            files = {path: read_footer(path) for path in list_files(place, "PARQUET").files}
+            files = {path: read_footer(path) for path in list_files(place, "path").files}
         except DataError as error:
             not_seen[part] = error.what
             continue

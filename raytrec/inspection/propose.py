@@ -137,7 +137,8 @@ def _check_has_label(findings: list[Finding], uri: str) -> None:
         "cannot determine the label column",
         where=uri,
         expected=f"a column named {', '.join(LABEL_NAMES[:5])} or similar",
-        do=f"pass --label COLUMN; two-valued columns: {', '.join(likely[:20]) or 'none'}{others if ratings else ''}",
+        do=f"pass --label COLUMN; columns of two values in [0, 1]: {', '.join(likely[:20]) or 'none'}"
+        + (others if ratings else ""),
     )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from rich.table import Table
 
 from raytrec.common.errors import ConfigError, convert_os_errors
+from raytrec.common.formatting import format_count
 from raytrec.common.terminal import open_console, to_plain_text
 from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.inspection.column_roles import REASON_CONSTANT, Finding
@@ -57,9 +58,10 @@ class Inspection:
 
     def schema_yaml(self) -> str:
         """Return the text of schema.yaml, with comments that list the required settings and describe each column."""
-        sampled = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
+        sample = "" if self.scan.whole else ", a sample: cardinalities and ranges are lower bounds"
+        rows = format_count(self.rows, "row") + sample
         others = f", ids also read from {' and '.join(self.scan.inspected_parts)}" if self.scan.inspected_parts else ""
-        lines = [f"Inferred from {self.uri} ({self.rows:,} rows{sampled}{others}). Review it before training."]
+        lines = [f"Inferred from {self.uri} ({rows}{others}). Review it before training."]
         lines += [f"{part} was not inspected: {why}" for part, why in self.scan.skipped_parts.items()]
         data = [f"  reserve_columns: {to_flow_yaml(self.reserve_columns)}"] if self.reserve_columns else []
         if self.transforms:
@@ -125,7 +127,7 @@ class Inspection:
 
     def _print_table(self) -> None:
         table = Table("column", "role", "reason", "nulls", "distinct", title_justify="left")
-        table.title = to_plain_text(f"{self.uri}: {self.rows:,} rows, {self.scan.listing}")
+        table.title = to_plain_text(f"{self.uri}: {format_count(self.rows, 'row')}, {self.scan.listing}")
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
             counts = _nulls_text(f.stats), f.stats.distinct_text

@@ -13,7 +13,7 @@ from raytrec.metrics.selection import EVAL_PREFIX, RANKING_COUNT_KEYS, MetricDis
 BRIEF, IF_NONZERO = "brief", "when any"  # shown also in a brief summary; shown only if the value is not 0
 RANKED_ROWS, RANKED_ITEMS, UNKNOWN_ITEMS, UNKNOWN_SEEN = (EVAL_PREFIX + key for key in RANKING_COUNT_KEYS)
 RESULT_TITLES = {  # values listed after the metrics: key → title, format, BRIEF or IF_NONZERO
-    RANKED_ROWS: ("rows with a ranked item", "{:,}", ""),
+    RANKED_ROWS: ("ranked rows", "{:,}", ""),
     RANKED_ITEMS: ("items in the ranking", "{:,}", ""),
     UNKNOWN_ITEMS: ("right items outside the ranking (never found)", "{:,}", IF_NONZERO),
     UNKNOWN_SEEN: ("seen items outside the ranking (not excluded)", "{:,}", IF_NONZERO),

@@ -215,7 +215,7 @@ def _check_metric_supported(metric: type[Metric], task: Task, where: str) -> Non
             f"metric {metric.name} does not support the predictions of the task's loss, which are "
             f"{PREDICTION_DESCRIPTIONS[predicts]}",
             where=f"{where}.metrics, task {task.name}",
-            expected=f"one of {', '.join(supported)}",
+            expected=f"a metric that supports them, such as {', '.join(supported)}",
         )
     if issubclass(metric, GroupMetric):
         needed = {"group": task.group} | ({"item": task.item} if metric.needs_item else {})

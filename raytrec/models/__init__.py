@@ -102,7 +102,7 @@ def _build_checked_model(cls: type, schema: Schema, config: ModelSection, kwargs
             config.name,
             f"its constructor does not accept ({args}): {error}",
             "def __init__(self, schema, config), where config.options has model.options; optionally with "
-            "outputs, the total number of the tasks' logit columns",
+            "outputs (total number of the tasks' logit columns), vectors and tasks",
         ) from None
     if config.retrieves and (missing := [tower for tower in ("query", "item") if not hasattr(cls, tower)]):
         raise _make_contract_error(

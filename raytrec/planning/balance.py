@@ -24,7 +24,7 @@ NUM_SLOW_RANKS = 3  # number of slowest ranks that changes try to relieve
 
 
 class DoesNotFitError(Exception):
-    """Error for a table, or a group of tables, that does not fit into the remaining memory. The message names them."""
+    """Error for a table, or a group of tables, that does not fit into the remaining space. The message names them."""
 
 
 class PlanBalancer:
@@ -132,7 +132,7 @@ class PlanBalancer:
         if not places:
             pin = self._space.constraints[name].ranks
             where = f"rank{'s' if len(pin) > 1 else ''} {', '.join(map(str, pin))}" if pin else "the ranks"
-            raise DoesNotFitError(f"table {name} does not fit into the remaining memory of {where}")
+            raise DoesNotFitError(f"table {name} does not fit into the remaining space of {where}")
         small = [place for place in places if place[0].shard_seconds.max() <= (largest or 0) * total_s]
         if largest is None:
             chosen = min(places, key=lambda place: self._get_fullest_share(plan.room, *place))
@@ -159,7 +159,7 @@ class PlanBalancer:
                 return
         where = f"rank {pin[0]}" if pin else "any rank"
         names = f"tables {', '.join(group)} do not fit together" if len(group) > 1 else f"table {group[0]} does not fit"
-        raise DoesNotFitError(f"{names} into the remaining memory of {where}")
+        raise DoesNotFitError(f"{names} into the remaining space of {where}")
 
     def _get_fullest_share(self, room: np.ndarray, way: TableOption, ranks: Sequence[int]) -> tuple[float, float]:
         """Return (used memory share of the fullest of `ranks` after adding a table, mean seconds of the table)."""

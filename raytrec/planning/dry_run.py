@@ -108,7 +108,7 @@ class ClusterEstimator:
         if rates and rates.device != device:
             what = f"the rates were measured on {rates.device}, but cluster {cluster.name} is planned for {device}"
             do = "measure rates on such a machine (`raytrec doctor --measure FILE`), or change scaling.device or --on"
-            raise ConfigError(what, where=f"rates {rates.source}", expected=f"rates of {device}", do=do)
+            raise ConfigError(what, where="--rates", expected=f"rates of {device}", do=do)
         estimate = self._predict(config, cluster)
         if remedies and not estimate.fits:
             estimate.remedies = list(self._iterate_remedies(config, cluster))

@@ -124,7 +124,7 @@ def find_machine(name: str, where: str = "--on") -> Machine:
     gpus, _, kind = name.strip().lower().partition("x")
     machine = MACHINES.get(f"{gpus}x{_GPU_ALIASES.get(kind, kind)}")
     if machine is None:
-        do = "describe other machines by the memory of their GPUs, such as 2x4x48gib; step times then require --rates"
+        do = "describe other machines by GPUs (on CPU: workers) and GiB of each, as in 2x4x48gib; times require --rates"
         do = do if where == "--on" else "use these names; other machines have no price"
         raise make_unknown_word_error(f"there is no machine '{name}'", name, MACHINES, where, do=do)
     return machine

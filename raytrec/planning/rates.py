@@ -114,7 +114,7 @@ class Rates:
             raise ConfigError(
                 f"the rates do not include lookups with {update}",
                 where=f"rates {self.source}",
-                expected=f"rates for this kind of update, in addition to {', '.join(self.lookup) or 'none'}",
+                expected=f"rates for this kind of update (included: {', '.join(self.lookup) or 'none'})",
                 do="measure the rates again, on the type of machine to plan for, with `raytrec doctor --measure FILE`",
             )
         return self.lookup[update_type]

@@ -98,7 +98,7 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
         what += "column shard would keep a separate value"
         expected = "another optimizer, such as adagrad, or a sharding type that keeps rows whole"
     elif sharding == "data_parallel" and is_fused:
-        what, expected = f"data_parallel does not support kernel {kernel}", "compute_kernel dense or null"
+        what, expected = f"data_parallel does not support kernel {kernel}", "kernel dense or null, or no data_parallel"
     elif kernel == MMAP_KERNEL and device == "cuda":
         what = "GPUs do not support kernel fused_mmap, which reads tables from files"
         expected = "fused_uvm or fused_uvm_caching for tables in host memory (fused_mmap is for workers on CPU)"
@@ -109,7 +109,7 @@ def _check_kernel(table: str, constraint: TableConstraint, sharding: str, optimi
         what = f"dense kernels do not support dtype {constraint.dtype}, which the optimizer state would share"
         cause = sharding if sharding == "data_parallel" else f"optimizer {optimizer} on {DEVICE_NAMES[device]}"
         what += "" if kernel == "dense" else f"; {cause} requires a dense kernel"
-        expected = "dtype fp32, or a fused kernel"
+        expected = "dtype fp32, or a fused kernel with a sharding type and optimizer that support it"
     if what:
         raise make_plan_error(table, what, expected)
 
@@ -133,7 +133,7 @@ def check_decay(constraints: Constraints, optimizers: dict[str, EmbeddingOptim],
                 "decay rows outside the batch",
                 where="weight_decay in optim.embeddings or optim.tables",
                 expected="weight_decay 0, or a dense update, which decays every row at every step",
-                do=f"set plan.tables.{table}.compute_kernel=dense",
+                do=f"set plan.tables.{table}.compute_kernel=dense (with dtype fp32), or remove weight_decay",
             )
 
 

@@ -61,7 +61,7 @@ class CarriedColumns:
         """
         if not self.names:
             return pa.schema([])
-        do = "correct --columns (default: data.reserve_columns of the run), or the file"
+        do = "correct the file, or select other columns with --columns"
         try:
             arrow, _ = self._read_schema(uri)
             raw, created, transforms, sources = self._split_columns(arrow)
@@ -145,7 +145,7 @@ def choose_columns(requested_columns: Sequence[str] | None, carry: Sequence[str]
         raise ConfigError(f"column '{min(repeated)}' is repeated", where="--columns", expected="unique names")
     if conflicts := set(names) & set(scores):
         raise ConfigError(
-            f"column '{min(conflicts)}' conflicts with a score column of the same name",
+            f"column '{min(conflicts)}' conflicts with an output column of the same name",
             where="data.reserve_columns" if requested_columns is None else "--columns",
             expected=f"names other than {', '.join(scores)}",
             do="select only other columns with --columns ('' selects no columns)",

@@ -81,7 +81,7 @@ def _describe_events(run: RunFolder) -> list[str]:
         if mark.bad and mark.text
     ]
     if run.events and not run.result:
-        texts.append("there is no result: the run is running or was interrupted (resume: raytrec train --resume RUN)")
+        texts.append("there is no result: the run is running or did not finish (resume: raytrec train --resume RUN)")
     return texts
 
 

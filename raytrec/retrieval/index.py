@@ -133,7 +133,7 @@ class Index:
             raise ConfigError(
                 f"the queries have the shape {list(np.shape(vectors))}",
                 where="search",
-                expected=f"[queries, {width}], from the run that the index was built with",
+                expected=f"[queries, {width}] or [{width}], from the run that the index was built with",
             )
         return queries
 

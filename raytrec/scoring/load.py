@@ -126,7 +126,7 @@ def refuse_code(manifest: Manifest, where: str, allow_code: bool) -> None:
             f"the transforms of the export run user code: {', '.join(code_names)}",
             where=where,
             expected="built-in transforms only",
-            do="if you trust the source of the export, pass --allow-code, or allow_code=True in load() or model_config",
+            do="if you trust the export, set --allow-code or allow_code (of the service, load() or model_config)",
         )
 
 

@@ -238,7 +238,7 @@ def to_table(rows: Any, columns: pa.Schema) -> pa.Table:
             return pa.Table.from_pandas(rows, schema, preserve_index=False)
     except (pa.ArrowException, AttributeError, TypeError, ValueError) as error:
         reason = f"their type is {type(rows).__name__}" if isinstance(error, AttributeError) else get_first_line(error)
-        expected = "mappings of columns to values, a pandas.DataFrame or a pyarrow.Table"
+        expected = "mappings of columns to values, a pandas.DataFrame, pyarrow.Table or pyarrow.RecordBatch"
         raise DataError(f"the rows cannot be read as a table: {reason}", where=ROWS_PLACE, expected=expected) from None
 
 

@@ -359,7 +359,7 @@ class Scorer:
                 f"scores computed here differ from the exported scores by {largest:.2g}",
                 where=f"the golden rows of {self.version}",
                 expected=f"a difference of at most {TOLERANCE:g}",
-                do=f"use torch {self.manifest.source.torch}, as the export did, or export the run again",
+                do=f"use torch {self.manifest.source.torch}, or export the run again with a deterministic model",
             )
         return largest
 

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 ADVICE = {  # by status, for errors that contain no advice
     400: "compare the request with GET /example and GET /openapi.json",
     401: "send the service's token in a header, such as -H 'Authorization: Bearer TOKEN'",
-    403: "copy the export into the expected folder, or start the service with another --promote-from",
+    403: "copy the export into the expected folder, or start the service with another --promote-from (promote_from)",
     404: "see GET /openapi.json for all paths",
     405: "see GET /openapi.json for the methods of each path",
     413: "send fewer rows or shorter lists in each request",
@@ -210,7 +210,7 @@ class Service:
                 if len(body) > limits.body_bytes:
                     raise self._make_size_refusal()
                 if self._reading > limits.all_bodies_bytes:
-                    raise make_busy_refusal("too many large request bodies are being received")
+                    raise make_busy_refusal("the request bodies being received are too large in total")
             request.state.body = bytes(body)
             return request.state.body
         finally:

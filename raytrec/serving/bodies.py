@@ -25,7 +25,6 @@ from raytrec.scoring.scorer import Scorer
 from raytrec.serving.arrow_bodies import read_stream
 
 JSON, ARROW = "application/json", "application/vnd.apache.arrow.stream"
-REQUEST_FORMS = "rows, columns, or user and candidates"
 
 
 @dataclass(frozen=True)
@@ -185,17 +184,18 @@ def _decode_arrow(body: bytes, columns: pa.Schema, limits: Limits) -> pa.Table:
 
 def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limits) -> Query:
     check_object_count(body, limits)
+    forms = "rows, columns, or user and candidates" if program == "predict" else "rows or columns"
     try:
         values = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         what = f"invalid JSON: {get_first_line(error)}"
         raise _make_refusal(what, "the body", "UTF-8 JSON without NaN or Infinity") from None
     if not isinstance(values, dict):
-        raise _make_refusal("the body is not an object", "the body", f"an object with {REQUEST_FORMS}")
+        raise _make_refusal("the body is not an object", "the body", f"an object with {forms}")
     if set(values) not in ({"rows"}, {"columns"}, {"user", "candidates"}):
         names = [*sorted(values)[:8], *(["…"] if len(values) > 8 else [])]
         what = f"the body has the keys [{', '.join(names)}]" if values else "the body is an empty object"
-        raise _make_refusal(what, "the body", f"an object with {REQUEST_FORMS}")
+        raise _make_refusal(what, "the body", f"an object with {forms}")
     if "columns" in values:
         return Query(scorer, program, _table_from_columns(values["columns"], scorer.columns))
     rows = values.get("rows", values.get("candidates"))
@@ -207,7 +207,7 @@ def _decode_json(body: bytes, scorer: Scorer, program: ProgramName, limits: Limi
     if "rows" in values:
         return Query(scorer, program, ObjectRows(rows, scorer.get_reader(program).columns))
     if program != "predict":
-        raise _make_refusal("/vectors does not accept user and candidates", "the body", "rows or columns")
+        raise _make_refusal("/vectors does not accept user and candidates", "the body", f"an object with {forms}")
     if not isinstance(values["user"], dict):
         raise _make_refusal("user is not an object", "user", "an object that maps columns to values")
     candidates, user, split = scorer.read_candidates(values["user"], rows, limits.ids)

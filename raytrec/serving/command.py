@@ -68,7 +68,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
             signal.signal(number, lambda *_: stop.set())
         try:
             _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token, is_local)
-            url = f"http://{service_options.host}:{service_options.port}"
+            url = f"http://{f'[{host}]' if ':' in (host := service_options.host) else host}:{service_options.port}"
             _print_address(service_options.name, url, token is not None, service_options.follow)
             _print_news(service_options.name, stop)
         finally:
@@ -225,7 +225,7 @@ def _print_address(name: str, url: str, has_token: bool, follows: bool) -> None:
     if follows:
         print("version      follows the run; GET /ready returns the step and the seconds behind training", flush=True)
     else:
-        print(f"promote      raytrec promote URI --service {url} --name {name}", flush=True)
+        print(f"promote      raytrec promote URI --service {url} --name {shlex.quote(name)}", flush=True)
 
 
 def promote(uri: str | None, *, service: str, name: str | None, rollback: bool = False, **challenger: Any) -> str:
@@ -267,7 +267,7 @@ def promote(uri: str | None, *, service: str, name: str | None, rollback: bool =
         raise RunError(f"the service does not respond: {reason}", where=service, do=do) from None
     except (HTTPException, KeyError, TypeError, ValueError) as error:
         what = f"the response is not that of a service: {type(error).__name__}: {error}"
-        raise RunError(what, where=service, expected="the address of `raytrec serve`") from None
+        raise RunError(what, where=service, expected="the address of a raytrec service") from None
 
 
 def parse_address(service: str) -> SplitResult:
@@ -280,7 +280,7 @@ def parse_address(service: str) -> SplitResult:
         url = urlsplit(service)
         if url.scheme in ("http", "https") and url.hostname and url.port != 0:
             return url
-    raise RunError(f"'{service}' is not the address of a service", expected="http:// or https://HOST:PORT")
+    raise RunError(f"'{service}' is not the address of a service", expected="http://HOST[:PORT] or https://HOST[:PORT]")
 
 
 def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
@@ -293,7 +293,7 @@ def parse_error(body: bytes, what: str, service: str, status: int) -> RunError:
         parts: dict[str, Any] = json.loads(body)
         error = parts.pop("error")
         if status == 401:
-            parts["do"] = f"set {TOKEN}, or pass --name NAME if the service runs as this user on this machine"
+            parts["do"] = f"set {TOKEN} to the token, or unset it and pass --name NAME for a service of this user"
         return RunError(error, **{key: parts.get(key) for key in ("where", "expected", "do")})
     except (ValueError, KeyError, TypeError, AttributeError):
         return RunError(what, where=service)

@@ -225,7 +225,7 @@ class Follower:
             self._clear_problem()
 
         self._switch(replace)
-        _log.warning("this replica has loaded a newer full export, and serves step %s", position.manifest.step)
+        _log.warning("this replica has loaded a full export, and serves step %s", position.manifest.step)
         return True
 
     def _load_newest(self, newer_than: int, background: bool) -> tuple[LoadedExports, Position] | None:

@@ -207,7 +207,7 @@ def read_tensors(inputs: Iterable[InputTensor], binary: memoryview, columns: pa.
             if (size is not None) == has_data:
                 raise ValueError("the values are both in data and in binary" if has_data else "the values are missing")
             if (size or 0) > len(binary):
-                raise ValueError(f"binary_data_size is {size}, but only {format_count(len(binary), 'byte')} remain")
+                raise ValueError(f"binary_data_size is {size}, above the remaining {format_count(len(binary), 'byte')}")
             kind, place = ARROW_TYPES[entry.datatype], columns.get_field_index(entry.name)
             element = value_type(columns.field(place).type) if place >= 0 else kind
             is_duration = types.is_duration(element)

@@ -92,7 +92,7 @@ class Promotion(Section):
         except ValidationError as error:
             mistake = error.errors()[0]
             what = f"invalid {mistake['loc'][0]}: {mistake['msg']}" if mistake["loc"] else mistake["msg"]
-        expected, do = '{"uri": …, "share": 0.1, "shadow": true} or {}', "see POST /promote in GET /openapi.json"
+        expected, do = '{"uri": …[, "share": 0.1][, "shadow": true]} or {}', "see POST /promote in GET /openapi.json"
         raise DataError(what, where="the body", expected=expected, do=do)
 
 
@@ -130,6 +130,6 @@ def find_token(name: str | None) -> str:
 
 
 def _convert_token_errors(name: str) -> AbstractContextManager[None]:
-    do = f"correct the permissions of the file and its folder, or set {TOKEN}"
+    do = f"make the file accessible to this user, or set {TOKEN}"
     what = f"the token of service {name} cannot be stored or read"
     return convert_os_errors(what, where=str(token_file(name)), do=do)

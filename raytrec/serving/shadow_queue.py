@@ -60,7 +60,7 @@ class ShadowQueue:
                 outcome = "error"
                 if version != self._warned:
                     self._warned = version
-                    _log.warning("the challenger %s cannot score a request: %s", version, get_first_line(error))
+                    _log.warning("shadow scoring of a request by %s has failed: %s", version, get_first_line(error))
             self._queue.popleft()
             self._waiting_bytes -= body_bytes
             self._requests.labels(version, outcome).inc()

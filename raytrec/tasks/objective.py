@@ -262,7 +262,7 @@ class Objective:
 
     def _shape_error(self, logits: torch.Tensor, columns: int, vectors: bool) -> ConfigError:
         shape = ", ".join(map(str, logits.shape))
-        scalar_shape = "[rows]" if columns == 1 else f"[rows, {columns}]"
+        scalar_shape = "[rows] or [rows, 1]" if columns == 1 else f"[rows, {columns}]"
         vector_shape = f"[rows, {f'{columns} + ' * bool(columns)}2 · width of a vector]"
         return ConfigError(
             f"the model returns logits of shape [{shape}] for {format_count(len(self.tasks), 'task')}",

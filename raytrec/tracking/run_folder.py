@@ -238,7 +238,7 @@ def check_run_folder(place: str | Path) -> Path:
         raise RunError(
             "this path is not a folder" if os.path.exists(folder) else "the run folder does not exist or is unreadable",
             where=str(place),
-            expected="the path of a run folder, as printed by `raytrec train`",
+            expected="the path of a local run folder, as printed by `raytrec train`",
         )
     if not any(os.path.isfile(folder / name) for name in files):
         raise RunError(

@@ -93,7 +93,7 @@ def read_settings(folder: Path) -> Settings:
     try:
         return read_document(str(folder), SEARCH, Settings, "search", "raytrec tune")
     except ConfigError as error:
-        raise ConfigError(error.what.lstrip("-"), where=str(folder / SEARCH), expected=error.expected) from None
+        raise ConfigError(f"the setting {error.what}", where=str(folder / SEARCH), expected=error.expected) from None
 
 
 def reopen_search(folder: Path, trials: int | None, allow_code: bool, patience_s: float = 0) -> Search:

@@ -79,7 +79,7 @@ class Settings:
             ("--reduction-factor", self.factor, 1.1 <= self.factor <= 1e6, "a number from 1.1 to 1,000,000"),
         ):
             if not is_right:
-                raise ConfigError(f"{option} is {value}", where="command line", expected=expected)
+                raise ConfigError(f"{option} is {value}", where="options of tune", expected=expected)
 
 
 @dataclass
@@ -239,7 +239,7 @@ def prepare_search(config: RunConfig, space: Space, settings: Settings, allow_co
         raise ConfigError(
             "train.eval_every_steps is not set, so trials cannot be compared",
             where="train.eval_every_steps",
-            expected="auto, or the number of steps between two evaluations on data.valid or held-out rows",
+            expected="auto, next_folder, or the number of steps between two evaluations",
             do="set it in the configuration, or add train.eval_every_steps=auto to the command",
         )
     space.check_training_data(config)

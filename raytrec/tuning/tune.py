@@ -85,19 +85,19 @@ def tune(
         2
     """
     if at_once is not None and at_once < 1:
-        raise ConfigError(f"--at-once is {at_once}", where="command line", expected="a number of at least 1")
+        raise ConfigError(f"--at-once is {at_once}", where="options of tune", expected="a number of at least 1")
     if resume:
         names = "CONFIG", "overrides", "--space", "--metric", "--seed", "--grace-steps", "--reduction-factor"
         others = source, overrides or None, space, metric, seed, grace_steps, reduction_factor
         if given := [name for name, value in zip(names, others, strict=True) if value is not None]:
             raise ConfigError(
                 f"--resume cannot be combined with {', '.join(given)}, because the search folder contains all settings",
-                where="command line",
+                where="options of tune",
                 expected="--resume FOLDER, with at most --trials, --at-once and --allow-code",
             )
         return _run(reopen_search(Path(make_absolute(str(resume))), trials, allow_code), at_once)
     if source is None or not space:
-        raise ConfigError("a search requires a config and a space", expected="raytrec tune CONFIG --space SPACE.yaml")
+        raise ConfigError("a search requires a config and a space", expected="CONFIG --space SPACE, or --resume FOLDER")
     factor = 4.0 if reduction_factor is None else reduction_factor
     settings = Settings(10 if trials is None else trials, metric, seed or 0, grace_steps, factor)
     config = load_config(source, overrides, allow_code=allow_code)

@@ -89,7 +89,7 @@ class ReplicaConnection:
                 raise RunError(
                     f"the response names no replica: it lacks the header {REPLICA_HEADER}",
                     where=self._service,
-                    expected="the address of a service that raytrec serve has started; proxies must pass the header on",
+                    expected="the address of a raytrec service; proxies must pass the header on",
                 )
             if self.replica in (None, replica):
                 if self._version not in (None, version):
@@ -241,9 +241,9 @@ def _check_states(replicas: Sequence[ReplicaConnection], about: dict[str, Any], 
     if (served_run, served_step) != (run, step):
         other_run = f"pass the folder of run {served_run}, or the address of the service of run {run}"
         if served_step > step:
-            other_step = f"pass RUN/{served_step}; if it does not exist, stop the run or wait for its end, and repeat"
+            other_step = f"pass RUN/{served_step}; if the run has not saved it, stop the run or wait for its end first"
         else:
-            other_step = f"pass RUN/{served_step}, or repeat the command when the service has reached step {step}"
+            other_step = f"pass RUN/{served_step}, or repeat the command when the service serves step {step}"
         served, stored = f"step {served_step} of run {served_run}", f"step {step} of run {run}"
         what = f"the service serves {served}, but the checkpoint contains {stored}"
         raise RunError(what, where=f"{service}, {folder}", do=other_step if served_run == run else other_run)

@@ -277,6 +277,6 @@ def load_step(context: WorkerContext, objective: type[Objective] = Objective) ->
     load_with_ids(task.checkpoint, state.tensors(), step.maps, read_index(task.checkpoint)["about"])
     if nonfinite := summarize_over_ranks(find_nonfinite(state.tensors(), state.unbounded)):
         results = "metrics" if objective is Objective else "predictions"
-        text = f"{results} are invalid: the checkpoint contains NaN or infinity: {nonfinite}"
+        text = f"{results} may be invalid: the checkpoint contains NaN or infinity: {nonfinite}"
         context.report(messages.Warn(text=text))
     return step

@@ -212,10 +212,8 @@ class CheckpointManager:
         self._context.enter_phase("saving the checkpoint", "save")
         saved = self.save(wait=True, again=again, last=True)
         self._error = saved.error if saved else None
-        if self._error is None or again:
-            self._saver.close()
-            if self._deltas is not None:
-                self._deltas.close()
+        if self._error is None:
+            self._close()
 
     def find_unsaved_error(self) -> ErrorParts | None:
         """Return the parts of the error that prevented saving the model; None if the model is saved.
@@ -225,18 +223,25 @@ class CheckpointManager:
         """
         if self._error is not None:
             self.finish(again=True)
-        error = self._error
-        if error is None or isinstance(error, NonfiniteStateError):
-            return None if error is None else error.parts
-        from_step = f"from the checkpoint of step {self._newest}" if self._newest else "from the beginning"
+        if (error := self._error) is None:
+            return None
+        self._close()
+        if isinstance(error, NonfiniteStateError):
+            return error.parts
+        from_step = f"resume from the checkpoint of step {self._newest}" if self._newest else "train from the beginning"
         resume = f"raytrec train --resume {quote_for_shell(self._config.run.dir)}"
         return RunError(
             f"the trained model is not saved: {error.what}",
             where=error.where,
             expected=error.expected,
-            do=f"{'free up space' if isinstance(error, InsufficientSpaceError) else 'resolve this error'}, and train "
-            f"the remaining steps {from_step}: {resume}",
+            do=f"{'free up space' if isinstance(error, InsufficientSpaceError) else 'resolve this error'}, and "
+            f"{from_step}: {resume}, or submit its job again",
         ).parts
+
+    def _close(self) -> None:
+        self._saver.close()
+        if self._deltas is not None:
+            self._deltas.close()
 
     def _collect_save(self) -> Saved | None:
         """Wait for the last save, and report and return its outcome; None if no save was started since the last call.

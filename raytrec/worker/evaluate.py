@@ -13,7 +13,7 @@ import torch.distributed as dist
 from raytrec.common import messages
 from raytrec.common.collectives import Peers
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import parse_number
+from raytrec.common.formatting import format_count, parse_number
 from raytrec.config.training import EarlyStoppingSection
 from raytrec.data.stream import Stream
 from raytrec.embeddings.optim import find_dense_average
@@ -79,10 +79,10 @@ def evaluate(
     skipped = stream.dataset.rows - figures[ROWS]
     if skipped < 0 or (skipped and not stream.may_skip):
         raise RunError(
-            f"the evaluation read {figures[ROWS]:,} rows instead of {stream.dataset.rows:,}",
+            f"the evaluation read {format_count(int(figures[ROWS]), 'row')} instead of {stream.dataset.rows:,}",
             where=stream.dataset.uri,
             expected="each row of the dataset exactly once",
-            do="check that no process changes the files, and evaluate again; if the error remains, report a bug",
+            do="check that no process changes the files, and try again; if the error remains, report a bug",
         )
     peers, extra, curves = Peers(device), {}, {}
     place = choose_ranking_device(stream.dataset.rows, device)
@@ -282,7 +282,7 @@ class EarlyStopping:
             return f"{figure.key} reached {figure.text(history['best'])} at step {history['step']}"
         count = f"{history['since']} evaluation{'s' * (history['since'] > 1)}"
         if history.get("best") is None:
-            return f"{figure.key} was undefined in {count}"
+            return f"{figure.key} had no finite value in {count}"
         return (
             f"{figure.key} has not improved in {count}; it was best at step {history['step']} "
             f"({figure.text(history['best'])})"

@@ -230,7 +230,7 @@ class StepProfiler(Observer):
             text = f"the profile of rank {context.index} could not be written to {self._folder}: {error}"
             context.report_from_any_rank(messages.Warn(text=text))
         else:
-            last = self._progress.step
+            last = max(self._first, self._progress.step)  # its first step may have failed
             steps = f"step {last}" if last == self._first else f"steps {self._first} to {last}"
             details = {"step": last, "reason": f"{steps}; see {self._folder}"}
             context.report(messages.Event(event=messages.PROFILED, details=details))

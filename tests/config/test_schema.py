@@ -49,6 +49,7 @@ def test_schema_lists_its_columns():
         (("tables", "a.b"), {"rows": 3, "dim": 4}, "tables.a.b: the name contains a dot; use 'a_b'"),
         (("tables", "items"), {"rows": 3, "dim": 4}, "use 'items_table'"),
         (USER_IDS, "manged", "tables.user.ids: expected static, managed, or a mapping of admit_after"),
+        (USER_IDS, 5, "tables.user.ids: expected static, managed, or a mapping of admit_after"),
         (USER_IDS, {"admit_afte": 2}, "did you mean 'admit_after'"),
         (USER_IDS, {"fallback_rows": 10}, "rows: expected more than ids.fallback_rows=10"),
         (USER_IDS, {"eviction": "fifo"}, "'lru', 'lfu' or 'none'"),

@@ -279,7 +279,7 @@ def test_inspect_advises_the_same_transform_for_bool_lists(tmp_path):
 
 def test_error_for_ids_beyond_63_bits_suggests_managed_ids(tmp_path):
     table = {**BASE, "x": pa.array([[2**63], [2**64 - 1, 5], [2**63]], pa.list_(pa.uint64()))}
-    with pytest.raises(DataError, match=r"(?s)id 9223372036854775808 .* or tables\.t\.ids to managed") as error:
+    with pytest.raises(DataError, match=r"(?s)id 9223372036854775808 .* or set tables\.t\.ids to managed") as error:
         write_and_read_rows(tmp_path, table, schema(x={}))
     assert "row 0" in str(error.value)
 

@@ -103,7 +103,7 @@ def test_changed_vocabulary_is_a_data_difference(folder, tmp_path):
     before = identify_files(dataset)
     (tmp_path / "words").write_text("2\n1\n")
     assert file_identity.list_differences(before, identify_files(dataset)) == [
-        "data.transforms[0].vocabulary: the same number of rows and bytes, but different values"
+        "data.transforms[0].vocabulary: the same number of bytes, but different values"
     ]
 
 

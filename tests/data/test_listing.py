@@ -48,7 +48,7 @@ def test_skipped_entries_have_a_reason(tmp_path):
     assert left_out == {
         "hidden": [".hidden.parquet", "_SUCCESS", "_temporary"],
         "empty": ["empty"],
-        "temporary or a backup": ["d.parquet.tmp", "e.parquet~"],
+        "temporary or backup": ["d.parquet.tmp", "e.parquet~"],
         REASON_UNREADABLE: ["nothing"],
         "not Parquet": ["f.csv.gz", "notes.txt"],
         "cut off or still being written": ["growing"],

@@ -499,3 +499,10 @@ def test_malformed_interaction_sources_are_reported(name, text, arguments, messa
     (tmp_path / "in" / name).write_text(text)
     source = tmp_path / "in" if name == "train.txt" else tmp_path / "in" / name
     assert message in get_error(source, tmp_path / "out", *arguments)
+
+
+def test_empty_item_of_a_list_is_located_by_its_row(tmp_path):
+    pq.write_table(pa.table({"user": [1, 2], "item": [[1, 2], [3, None]]}), tmp_path / "x.parquet")
+    assert "item is empty\n  where:    " + str(tmp_path / "x.parquet, row 1") in get_error(
+        tmp_path / "x.parquet", tmp_path / "out"
+    )

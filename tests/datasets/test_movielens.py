@@ -186,6 +186,8 @@ def test_broken_movielens_sources_are_reported(tmp_path, layout, break_it, messa
 
 def test_movielens_requires_a_source_or_download(tmp_path):
     assert "no data source was given" in get_recipe_error(ConfigError, "movielens", tmp_path / "out")
+    missing = ["--source", tmp_path, "--split", "leave-one-out"]
+    assert "no MovieLens files found" in get_recipe_error(DataError, "movielens", tmp_path / "out", *missing)
 
 
 def serve_archive(tmp_path, name, files):

@@ -47,8 +47,8 @@ def test_invalid_recipe_options_are_rejected(arguments):
 
 def test_help_shows_docstring_and_shared_options():
     shown = " ".join(run("plain", "--help").output.split())
-    assert "Repeats its option." in shown and "Folder to write train/" in shown
-    assert "Replace the content of the folder." in shown and "the same seed produces the same data." in shown
+    assert "Repeats its option." in shown and "Folder to write Parquet" in shown
+    assert "Replace a folder that a recipe has prepared." in shown and "the same seed produces the same data." in shown
 
 
 def test_recipe_in_the_working_directory_is_found(tmp_path, monkeypatch):

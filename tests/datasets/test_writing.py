@@ -34,7 +34,7 @@ def test_force_keeps_folders_not_created_by_a_recipe(tmp_path, marker):
         (tmp_path / "prepared.json").write_text(marker)
     for force in ([], ["--force"]):
         result = run(tmp_path, *force)
-        assert isinstance(result.exception, ConfigError) and "was not created by a recipe" in str(result.exception)
+        assert isinstance(result.exception, ConfigError) and "is not a prepared dataset" in str(result.exception)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 

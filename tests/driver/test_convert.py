@@ -217,5 +217,5 @@ def test_convert_command_prints_its_changes(trained, tmp_path):
     arguments = ["convert", trained["adam"], "--table", "user=managed", "--table", "tag=resize:9"]
     done = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
-    assert "table tag: rows 0 to 4 are kept; rows 5 to 8 get initial values" in done.output
+    assert "table tag keeps its first 5 rows and gets 4 newly initialized rows" in done.output
     assert f"--warm-start {tmp_path / 'out'}" in done.output

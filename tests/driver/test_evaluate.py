@@ -96,11 +96,11 @@ def test_recovery_hint_requires_completed_training(tmp_path, monkeypatch):
     told = add_recovery_hint(bad, config, 20)
     assert type(told) is DataError and (told.what, told.where) == ("id 7", "there")
     assert told.do == (
-        f"correct the data; all 20 steps are trained and saved in {last}: evaluate the run with "
-        "`raytrec evaluate 'a run' --set data.on_error=skip`; or fix the error and complete the run: "
-        "`raytrec train --resume 'a run'`"
+        f"correct the data; the trained model is saved in {last}: evaluate it with "
+        "`raytrec evaluate 'a run' --data PARQUET --set data.on_error=skip`; or fix the error and complete the run: "
+        "raytrec train --resume 'a run'"
     )
-    config = load_config(values | {"model": {"name": "mine:Model"}})
+    config = load_config(values | {"data": {"train": "d", "test": "t"}, "model": {"name": "mine:Model"}})
     told = add_recovery_hint(RunError("no answer"), config, 20)
     assert "`raytrec evaluate 'a run' --allow-code`" in told.do
 

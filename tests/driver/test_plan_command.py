@@ -112,7 +112,7 @@ def test_plan_draws_shards_as_svg(folder, tmp_path, capsys):
 def test_plan_names_the_machines_that_it_assumes(folder, capsys):
     run(folder / "config.yaml", "--json")
     shown = capsys.readouterr()
-    assert "assumed: 1 × 8 workers of 80 GiB each; name other machines with --on" in shown.err
+    assert "assumed: --on 1x8x80gib; name other machines with --on" in shown.err
     assert json.loads(shown.out)["clusters"][0]["memory_gib"] == 80
 
 

@@ -289,7 +289,7 @@ def test_higher_bits_and_later_times_do_not_change_scores():
         ({"actions": {"at": 2, "no": 1}}, {}, "'no' is not a side feature of history"),
         ({"time": "age"}, {}, "'age' is not a side feature of history"),
         ({"heads": 5}, {}, "model.dim is 12"),
-        ({"candidate": ["cost"]}, {}, "no feature or dense column matches 'cost'"),
+        ({"candidate": ["cost"]}, {}, "'cost' matches no feature or dense column"),
         ({"request_time": "price", "candidate": ["price"]}, {}, "'price' is a column of candidates"),
         ({"request_time": "now"}, {"scale": {"now": {"std": 2.0}}}, "'now' is scaled"),
         ({}, {"candidates": ["y", "item", "shop", "price"]}, "price is a column of candidates"),

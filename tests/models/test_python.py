@@ -98,7 +98,7 @@ def test_user_retrieval_model_needs_query_and_item_methods():
     assert not section("models_of_mine:Good").retrieves
     with pytest.raises(ConfigError, match="no method query and no method item"):
         build_model(SCHEMA, section("models_of_mine:Good", options={"width": 3}, towers=towers))
-    with pytest.raises(ConfigError, match="matches 'usr'; did you mean 'user'"):
+    with pytest.raises(ConfigError, match=r"'usr' matches no feature .*; did you mean 'user'"):
         build_model(SCHEMA, section("models_of_mine:Retrieves", towers={"query": ["usr"], "item": ["user"]}))
 
 
@@ -127,7 +127,7 @@ def test_errors_inside_user_modules_propagate():
 @pytest.mark.parametrize(
     "model,message",
     [
-        ({"name": "models_of_mine"}, f"name must be one of {', '.join(MODELS.parts)}, or module:Class"),
+        ({"name": "models_of_mine"}, f"name set to one of {', '.join(MODELS.parts)}, or module:Class"),
         ({"name": "models_of_mine:a.b"}, "module:Class"),
         ({"cross_layers": 2}, "model.cross_layers: unknown key of model dlrm"),
         ({"name": "dcn", "cros_rank": 2}, "did you mean model.cross_rank"),

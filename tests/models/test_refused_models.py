@@ -52,7 +52,7 @@ def make_schema_with_dims(*dims):
         ("two_tower", SEQUENCES, make_towers(["user", "age", "item"]), "both towers contain item"),
         ("two_tower", SEQUENCES, make_towers(["user"]), "neither tower contains age, history"),
         ("two_tower", ITEMS, DRAWN | make_towers(["history"], ["item", "user"]), "only the ids of"),
-        ("two_tower", ITEMS, DRAWN | make_towers(["user", "neg*"], ["item"]), "matches 'neg\\*'"),
+        ("two_tower", ITEMS, DRAWN | make_towers(["user", "neg*"], ["item"]), "'neg\\*' matches"),
         ("mf", ITEMS, {"user": "usr"}, "did you mean 'user'"),
         ("mf", NARROW, {}, "the same dim"),
         ("mf", ITEMS, {"negatives": "user"}, "pooling: sequence"),

@@ -142,7 +142,7 @@ def test_planner_rejects_pinned_tables_that_exceed_rank_memory():
     tables = {"t*": {"ranks": [1]}, "t3": {"sharding_type": "column_wise", "ranks": [1, 0]}}
     plan = {"sharding_types": ["table_wise"], "tables": tables, "memory_gib": 0.1}
     message = run_on_ranks(2, plan_tables, plan, 10**6, "sgd")[0]
-    assert "does not fit into the remaining memory of rank 1" in message
+    assert "does not fit into the remaining space of rank 1" in message
 
 
 def places(*counts, local=None):

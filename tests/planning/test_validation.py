@@ -140,7 +140,7 @@ def test_rowwise_adagrad_rejects_column_sharding(sharding):
     [
         ("plan.tables.item.dtype=bf16", "no training kernels for dtype bf16 on any device; use fp16 or fp32"),
         ("plan.tables.item.dtype=int8", "dtype int8 on any device; use fp16 or fp32; .*inference only"),
-        ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: tables in an object store cannot be trained"),
+        ("plan.mmap_dir=s3://bucket/tables", r"plan\.mmap_dir: tables cannot be mapped from a URI"),
     ],
 )
 def test_config_rejects_unsupported_dtypes_and_mmap_dirs(key, message):

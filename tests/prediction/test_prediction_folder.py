@@ -204,7 +204,7 @@ def test_predict_refuses_invalid_settings(run, data, tmp_path):
         DataError, "column 'rwo' does not exist in the input; did you mean 'row'", out=tmp_path / "o", columns=["rwo"]
     )
     refused(ConfigError, "'row' is repeated", columns=["row", "row"])
-    refused(ConfigError, "'score' conflicts with a score column", columns=["score"])
+    refused(ConfigError, "'score' conflicts with an output column", columns=["score"])
     refused(ConfigError, "into the folder of their input", out=data / "scores")
     refused(ConfigError, "into the folder of their input", data=data / "part-0.parquet", out=data)
     refused(ConfigError, "different carried columns (--columns): row", "choose another --out", columns=["row", "price"])

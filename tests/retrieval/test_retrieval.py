@@ -180,7 +180,7 @@ def test_index_describes_its_content(run, folder, items_index):
     [
         (lambda t: pa.concat_tables([t, t.slice(3, 2)]), DataError, "the items contain 2 duplicate keys"),
         (lambda t: t.drop_columns(["genres"]), DataError, "column 'genres' is missing"),
-        (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "the keys of 40 items are missing"),
+        (lambda t: t.set_column(0, "item", pa.nulls(ITEMS, pa.int64())), DataError, "the items have 40 missing keys"),
     ],
 )
 def test_invalid_items_are_refused_before_training(folder, tmp_path, change, error, message):

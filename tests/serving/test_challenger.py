@@ -163,7 +163,7 @@ def test_rows_that_the_challenger_cannot_read_are_answered_and_counted(served_ex
             assert http.ask("/predict", {"rows": get_valid_rows(served_export)})[0] == 200
         wait_for(lambda: count_shadow_requests(http, "error") == 2, "shadow errors", 60)
         assert count_shadow_requests(http, "scored") == 0
-    assert caplog.text.count("cannot score a request") == 1 and "a2" in caplog.text
+    assert caplog.text.count("shadow scoring of a request") == 1 and "a2" in caplog.text
 
 
 def test_shadow_waits_for_idle_moments_and_drops_what_exceeds_its_queue(served_export, monkeypatch):

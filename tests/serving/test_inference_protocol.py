@@ -276,7 +276,7 @@ TENSOR = make_tensor("a", [1.0, 2.0], "FP64")
         ({"data": [[1.0], [2.0]]}, "Could not convert"),
         ({"data": None}, "the values are missing"),
         ({"parameters": {"binary_data_size": 16}}, "both in data and in binary"),
-        ({"data": None, "parameters": {"binary_data_size": 17}}, "only 16 bytes remain"),
+        ({"data": None, "parameters": {"binary_data_size": 17}}, "above the remaining 16 bytes"),
         ({"data": None, "parameters": {"binary_data_size": -1}}, "greater than or equal to 0"),
         ({"data": None, "parameters": {"binary_data_size": 8}}, "the input has 1 value"),
         ({"data": None, "parameters": {"binary_data_size": 15}}, "multiple of element size"),

@@ -86,7 +86,7 @@ def test_early_stopping_states_its_reason():
     assert answers == [(4, "auc has not improved in 2 evaluations; it was best at step 20 (0.8000)")] * 2
     assert run_on_ranks(1, run_until_stop, [0.7], section) == [(None, "after all steps")]
     nan = run_on_ranks(1, run_until_stop, [math.nan] * 2, section)
-    assert nan == [(2, "auc was undefined in 2 evaluations")]
+    assert nan == [(2, "auc had no finite value in 2 evaluations")]
 
 
 def test_training_ends_at_the_target():

@@ -1,5 +1,6 @@
 """The training loop of one rank: records, checks, agreement between ranks, and phases of saving."""
 
+from pathlib import Path
 from time import sleep
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import torch
 from operators import OperatorCounter
 from ranks import run_on_ranks
 
+from raytrec.checkpoint.files import get_step_folder, steps
 from raytrec.checkpoint.index import InsufficientSpaceError
 from raytrec.common.errors import RunError
 from raytrec.common.messages import RankLine
@@ -186,12 +188,41 @@ def test_gpu_train_metrics_match_cpu_with_a_delay(tmp_path):
     assert figures == others
 
 
+def save_into_blocked_folder(rank, world, folder, is_freed):
+    """Save twice after two steps while a file is in the place of the checkpoint; return error, retry and saved steps.
+
+    Both saves are repetitions (`again`), as for restored weights. If `is_freed`, the file is removed before the retry.
+    """
+    made = loop.make_worker_loop(rank, world, 2, [*WITHOUT_RECORDS, "checkpoint.every_s=null"], folder)
+    root = made.context.task.checkpoint
+    blocker = Path(get_step_folder(root, 2))
+
+    for outputs in made.step.train(made.batches, 2):
+        made.progress.count(loop.BATCH_ROWS, outputs)
+    blocker.parent.mkdir(parents=True, exist_ok=True)
+    blocker.touch()
+    made.checkpoints.finish(again=True)
+    if is_freed:
+        blocker.unlink()
+    first = made.checkpoints._error
+    return first and first.what, made.checkpoints.find_unsaved_error(), steps(root)
+
+
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_last_save_is_tried_twice(tmp_path, is_freed):
+    ((first, unsaved, saved),) = run_on_ranks(1, save_into_blocked_folder, str(tmp_path), is_freed)
+    assert "cannot be" in first
+    assert (unsaved is None, saved) == (is_freed, [2] * is_freed)
+    assert is_freed or unsaved["what"].startswith("the trained model is not saved: ")
+
+
 @pytest.mark.parametrize("kind,advice", [(InsufficientSpaceError, "free up space"), (RunError, "resolve this error")])
 def test_advice_after_failed_last_save_fits_the_cause(kind, advice, monkeypatch):
     monkeypatch.setattr(CheckpointManager, "__init__", lambda self: None)
     monkeypatch.setattr(CheckpointManager, "finish", lambda self, again: None)
+    monkeypatch.setattr(CheckpointManager, "_close", lambda self: None)
     manager = CheckpointManager()
     manager._error, manager._newest = kind("the checkpoint cannot be written"), 8
     manager._config = SimpleNamespace(run=SimpleNamespace(dir="runs/a"))
-    remaining = "train the remaining steps from the checkpoint of step 8: raytrec train --resume runs/a"
-    assert manager.find_unsaved_error()["do"] == f"{advice}, and {remaining}"
+    resume = "resume from the checkpoint of step 8: raytrec train --resume runs/a, or submit its job again"
+    assert manager.find_unsaved_error()["do"] == f"{advice}, and {resume}"

@@ -61,7 +61,7 @@ class Replicas(Check):
     """Check that compares hashes of tensors between ranks: dense layers, data-parallel tables, and their state."""
 
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if the same rank fails again, inspect "
+        "resume the run (raytrec train --resume RUN, or submit its job again); if the same rank fails again, inspect "
         "its hardware; otherwise look for code that changes parameters or draws random numbers on one rank"
     )
 
@@ -72,7 +72,7 @@ class Replicas(Check):
         for name, _, odd in find_differing(hashes, self.run.peers):
             others = "the other ranks" if world > 2 else f"rank {1 - odd[0]}"
             problems.append(f"{name} on {format_ranks(odd)} differs from {others}")
-        summary = f"{len(hashes)} tensors are the same on all ranks"
+        summary = f"all replicated tensors are the same on all ranks ({len(hashes)})"
         return self.outcome(position.step, problems, summary, float(len(problems)), 0.0)
 
     def hashes(self) -> dict[str, int]:

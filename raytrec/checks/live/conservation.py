@@ -46,7 +46,7 @@ class Conservation(Check):
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, inspect the "
+        "resume the run (raytrec train --resume RUN, or submit its job again); if the check fails again, inspect the "
         "network and the versions of torchrec and fbgemm"
     )
 

@@ -37,8 +37,8 @@ class Finite(Check):
     """
 
     do = (
-        "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
-        "steps; restart with the weights of the last checkpoint: "
+        "check the data of the last steps, lower optim.dense.lr or optim.embeddings.lr, or set or lower "
+        "train.max_grad_norm; start a new run, from the last checkpoint if there is one: "
         "raytrec train --warm-start RUN optim.embeddings.lr=LOWER"
     )
 
@@ -98,10 +98,7 @@ class Numerics(Check):
     RATIO_BOUNDS (`_describe_drift`).
     """
 
-    do = (
-        "lower optim.dense.lr or optim.embeddings.lr, set train.max_grad_norm, or check the data of the last "
-        "steps; resume from the last checkpoint: raytrec train --resume RUN"
-    )
+    do = Finite.do
 
     _turn = 0  # number of earlier evaluations
 

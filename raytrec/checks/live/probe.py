@@ -42,7 +42,7 @@ class Parity(Check):
 
     moments = frozenset({STEP})
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; run raytrec check CONFIG to see "
+        "resume the run (raytrec train --resume RUN, or submit its job again); run raytrec check CONFIG to see "
         "whether this plan is wrong from the start, for example with another version of torchrec or fbgemm"
     )
 

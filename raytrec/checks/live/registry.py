@@ -4,7 +4,7 @@ To add a check, add a file to this folder, and a setting to config/training.py:
 
     @check("replicas")
     class Replicas(Check):
-        do = "resume from the last checkpoint"
+        do = "resume the run: raytrec train --resume RUN"
 
         def evaluate(self, position, probed):
             ...
@@ -112,7 +112,7 @@ def select_enabled_checks(config: RunConfig) -> dict[str, EnabledCheck]:
             raise ConfigError(
                 f"two checks have the name {cls.name}: {path} and {first.__module__}:{first.__qualname__}",
                 where=CUSTOM_CHECKS_KEY,
-                do=f"give {path} another name in @check(NAME), or remove one of the two",
+                do=f"give {path} another name in @check(NAME), or remove it",
             )
         chosen[cls.name] = EnabledCheck(cls, reaction, f"{CUSTOM_CHECKS_KEY}: {{{path}: warn}}")
     return {name: enabled for name, enabled in chosen.items() if enabled.reaction != "off"}

@@ -24,7 +24,7 @@ class Shards(Check):
     """
 
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, inspect "
+        "resume the run (raytrec train --resume RUN, or submit its job again); if the check fails again, inspect "
         "plan.tables and the version of torchrec"
     )
 
@@ -54,7 +54,7 @@ class ManagedIdsCheck(Check):
 
     moments = frozenset({STEP, CHECKPOINT})
     do = (
-        "resume from the last checkpoint: raytrec train --resume RUN; if the check fails again, report it "
+        "resume the run (raytrec train --resume RUN, or submit its job again); if the check fails again, report it "
         "with checks.jsonl of the run folder"
     )
 

@@ -206,7 +206,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> se
     for pattern in patterns:
         new_matches = {name for name in names if fnmatchcase(name, pattern)}
         if not new_matches:
-            what = f"no feature or dense column matches '{pattern}'"
+            what = f"'{pattern}' matches no feature or dense column that this key accepts"
             raise make_unknown_word_error(what, pattern, names, where, f"one of {', '.join(names)}, or a pattern")
         matches |= new_matches
     return matches

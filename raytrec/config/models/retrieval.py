@@ -236,7 +236,7 @@ class TwoTowerSection(SampledSection):
                 f"the item tower reads {', '.join(sorted(of_item))}, but only the ids of negatives are known",
                 where="model.towers.item, model.negatives",
                 expected="a single sparse feature in the item tower, with the same ids as the negatives",
-                do="remove negatives (in_batch_softmax needs none), or the other names from the tower and the schema",
+                do="remove negatives (in_batch_softmax needs none), or leave only such a feature in the item tower",
             )
         self.check_negatives(schema, next(iter(of_item)))
 

@@ -81,8 +81,8 @@ class FileIdentity:
         if self.size != other.size:
             return f"{other.size:,} bytes, previously {self.size:,}"
         if self.footer != other.footer:
-            return "a different footer: sizes or statistics of columns have changed"
-        return "the same number of rows and bytes, but different values"
+            return "a different footer, such as other sizes or statistics of columns"
+        return f"the same number of {'rows and ' * bool(self.groups)}bytes, but different values"
 
 
 def identify_files(dataset: Dataset) -> list[FileIdentity]:

@@ -125,7 +125,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
     except OSError as error:
         raise DataError(f"cannot access or list the path: {error}", where=where, expected="a readable path") from None
     top = os.path.realpath(path) if local else path
-    check_no_table_format(filesystem, top, (found for found, *_ in entries), where)
+    check_no_table_format(filesystem, top, (found for found, *_ in entries), where, prefix)
     for folder in sorted(linked):
         check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
@@ -249,7 +249,7 @@ def _select_parquet_files(
         elif not size:
             left_out["empty"].append(path)
         elif name.endswith(TEMPORARY_SUFFIXES):
-            left_out["temporary or a backup"].append(path)
+            left_out["temporary or backup"].append(path)
         else:
             candidates.append(path)
     if unreadable_parquet := sorted(path for path in unreadable if path.lower().endswith(".parquet")):

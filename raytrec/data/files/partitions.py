@@ -184,7 +184,9 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     return values
 
 
-def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str) -> None:
+def check_no_table_format(
+    filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str, prefix: str = ""
+) -> None:
     """Check that neither a path nor any of its nearest parents or subfolders is part of a table in a table format.
 
     Args:
@@ -192,6 +194,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
         path: Path of the folder or file in that filesystem.
         folder_entries: Paths of entries in the folder; hidden folders are listed without their contents.
         where: Config key and name of the folder, for messages.
+        prefix: Scheme of the filesystem's URIs, such as s3://, for messages; default: local paths.
 
     Raises:
         DataError: Records of a table format exist in one of these folders.
@@ -203,7 +206,7 @@ def check_no_table_format(filesystem: fs.FileSystem, path: str, folder_entries: 
     for entry in [path, *entries, *folder_entries]:
         for name, pattern in _PATTERNS.items():
             if match := pattern.search(entry):
-                table = entry[: match.start()]
+                table = prefix + entry[: match.start()]
                 raise DataError(
                     f"the path is part of, or contains, {name}: its files may contain rows that were removed, replaced "
                     "or never committed",

@@ -88,8 +88,9 @@ def decode_columns(
         raise DataError(
             f"cannot decode the row group: {get_first_line(error)}",
             where=f"{path}, row group {group}",
-            expected=storage_hint(path) + "a complete Parquet file that does not change while it is read",
-            do="write or copy the file again; data.on_error=skip skips its rows, except for items and raytrec skew",
+            expected=storage_hint(path) + "a complete Parquet file with all required columns, which does not change",
+            do="write or copy the file again; in new runs, evaluations and predictions, data.on_error=skip skips its "
+            "rows, except for items",
         ) from None
     for name in names:
         if name in folders:

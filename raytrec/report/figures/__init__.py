@@ -32,7 +32,7 @@ class GalleryEntry:
 
 NO_METRICS = "metrics.jsonl contains none of these metrics at two or more steps; see the result"
 NO_RANKS = "ranks.jsonl contains no intervals: the first is not complete, or tracking.every_steps is null"
-NO_CURVES = "no evaluation in metrics.jsonl contains this curve, which requires labels 0 and 1"
+NO_CURVES = "metrics.jsonl contains no such curve, which requires labels 0 and 1, and metric auc (ROC) or calibration"
 NO_MAP = "ranks.jsonl contains no sizes or lookups of tables for the last group of workers"
 NO_TABLES = "ranks.jsonl contains these table statistics for fewer than two intervals; see the table below"
 
@@ -56,6 +56,6 @@ GALLERY = (
         "timeline",
         "Workers and steps over time",
         timeline.draw_elastic_timeline,
-        "events.jsonl contains no events",
+        "events.jsonl contains no start of workers",
     ),
 )

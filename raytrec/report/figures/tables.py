@@ -87,7 +87,7 @@ def _build_matrix(ranks: list[dict[str, float]]) -> tuple[np.ndarray, list[str]]
     labels = [style.fit_name(name, style.MAX_NAME_POINTS) for name in separate]
     if others:
         rows.append(np.sum([cells[name] for name in others], axis=0))
-        labels.append(f"{len(others)} other tables")
+        labels.append(format_count(len(others), "other table"))
     return np.array(rows), labels
 
 

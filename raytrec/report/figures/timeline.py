@@ -127,7 +127,7 @@ def checks(run: RunFolder) -> Figure | None:
 
 def _make_checks_title(checks: list[Outcome], failed: list[Outcome]) -> str:
     if not failed:
-        return f"Checks: all {len(checks)} passed"
+        return f"Checks: {len(checks)} of {len(checks)} passed"
     first = failed[0]
     also = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
     where = f"{shorten_name(first.check)} at step {first.step:,}{also}"

@@ -251,7 +251,7 @@ def _check_memory(memory_bytes: int, shards: int) -> None:
     if sum(each // max(1, memory_bytes) for each in free) < shards and not has_autoscaler():
         what = f"the missing table shards ({shards}) need {format_bytes(memory_bytes)} of memory each"
         expected = f"this free memory for each shard; the nodes have {', '.join(map(format_bytes, free)) or 'none'}"
-        do = "increase the number of table shards, or add nodes"
+        do = "increase the number of table shards, or the memory of the cluster"
         raise RunError(what, where="the Ray cluster", expected=expected, do=do)
 
 
