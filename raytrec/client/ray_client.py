@@ -295,5 +295,5 @@ def _explain_connect_error(address: str, error: Exception) -> RunError:
         f"cannot connect to the cluster: {get_first_line(error)}",
         where=address,
         expected="a Ray client address such as ray://127.0.0.1:10001, and the cluster's token",
-        do="forward the Ray client port (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
+        do="use the Ray client port, forwarded if needed (`ray attach -p 10001 cluster.yaml`, `kubectl port-forward`)",
     )

@@ -28,8 +28,8 @@ CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def open_console(*, stderr: bool = False) -> Console:
     """Open a rich console on stdout or stderr that shows text unchanged: without markup, emoji or highlighting.
 
-    Output errors do not raise (FaultTolerantStream). In files and pipes, lines have up to PIPE_WIDTH characters unless
-    the environment variable COLUMNS sets a width.
+    Output errors are not raised (FaultTolerantStream). In files and pipes, lines have up to PIPE_WIDTH characters
+    unless the environment variable COLUMNS sets a width.
     """
     from rich.console import Console
 

@@ -26,9 +26,9 @@ def _check_run_name(name: str) -> str:
     """Return a run name, or raise ValueError if it cannot be the name of a folder or appear on terminals."""
     if not RUN_NAME_PATTERN.fullmatch(name) or name != name.strip() or len(name.encode()) > 200:
         raise ValueError(
-            "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _ (200 bytes), beginning "
-            f"with a letter, digit or _, and not ending with a space (got {name[:60]!r}); the folder of the run is set "
-            "by run.dir"
+            "run.name: expected at most 150 letters, digits, spaces and . , : + = @ ( ) - _ (200 bytes of UTF-8), "
+            f"beginning with a letter, digit or _, and not ending with a space (got {shorten_repr(name)}); "
+            "run.dir sets the run folder"
         )
     return name
 

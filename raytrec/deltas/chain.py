@@ -80,7 +80,7 @@ def make_refusal(folder: str, number: int, reason: str, expected: str | None = N
 
 def make_missing_export_error(folder: str) -> RunError:
     """Return the error for a folder of deltas without a full export."""
-    what, expected = "the folder contains no usable full export", "a folder of export.deltas.to with a full export"
+    what, expected = "the folder contains no usable full export", "an export.deltas.to folder with a full export"
     return RunError(what, where=folder, expected=expected, do="retry when the run has written a full export")
 
 
@@ -259,7 +259,7 @@ def find_position(folder: str, export: str, source: ExportSource) -> Position:
     """
     stream, name = find_stream(folder), split_query(export)[0].rpartition("/")[2]
     if stream is None:
-        raise RunError(f"the folder contains no {STREAM_FILE}", where=folder, expected="a folder of export.deltas.to")
+        raise RunError(f"the folder has no {STREAM_FILE}", where=folder, expected="a run's export.deltas.to folder")
     numbers, found = set(list_numbers(folder, DELTAS_FOLDER)), []
     for number in sorted(numbers & {int(name)} if name.isdecimal() and name.isascii() else numbers):
         with suppress(UnreadableError, OSError):

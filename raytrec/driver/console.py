@@ -98,7 +98,7 @@ class RunConsole:
         Args:
             event: Name of the event (messages.Event).
             cause: Cause of the event, for "failed" and "waiting".
-            reason: Reason of the event, for all others.
+            reason: Reason, for "asked" and "ended early"; steps and folder of the profile, for "profiled".
             again: True if the workers restart, for "failed".
             command: Name of the command (messages.Command), for "asked".
         """

@@ -162,8 +162,8 @@ def check_lookup_l2(config: RunConfig, schema: Schema, datasets: Mapping[str, Da
                 f"feature {feature} contains lists of ids, whose vectors are pooled before they reach the model",
                 where="model.lookup_l2",
                 expected="tables of features with one id per row, or of sequences that are read id by id",
-                do="set model.lookup_l2={TABLE: …} without the table of this feature, "
-                f"{schema.sparse[feature].table}, or use optim.tables.{schema.sparse[feature].table}.weight_decay",
+                do=f"omit table {schema.sparse[feature].table} from model.lookup_l2={{TABLE: …}}, or use "
+                f"optim.tables.{schema.sparse[feature].table}.weight_decay",
             )
 
 

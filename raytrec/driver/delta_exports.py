@@ -106,8 +106,9 @@ class DeltaExports:
             self._errors.seek(0)
             output = "\n" + self._errors.read().decode(errors="replace")
             _, marker, rest = output.rpartition("\nerror: ")
-            last = rest.partition("\n")[0] if marker else rest  # the parts of an error follow in further lines
-            reason = get_last_line(last, f"exit code {code}")
+            # The parts of an error follow in further lines.
+            ended = f"exit code {code}; last output: {get_last_line(rest, 'none')}"
+            reason = rest.partition("\n")[0] if marker else ended
             self._warn(f"step {saved.step} was not exported for services that follow the run: {reason}")
         self._clean_up()
 

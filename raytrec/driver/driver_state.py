@@ -108,7 +108,7 @@ def _sum_driver_seconds(folder: Path) -> float:
 
 
 def is_alive(note: DriverRecord) -> bool | None:
-    """Return True if the process of a driver record runs, False if it has ended; None for another host or record {}."""
+    """Return True if the process of a driver record is running, False if it has ended; None for another host or {}."""
     if note.get("host") != socket.gethostname():
         return None
     started = _read_start_time(note.get("pid", 0))

@@ -300,18 +300,18 @@ def _check_dense(config: RunConfig, old_config: RunConfig, old_schema: Schema, s
     for key, new in config.model.model_dump().items():
         old = old_model.get(key)
         if old != new and key != "dropout":
-            new_text, old_text = _show(new), _show(old)
             raise ConfigError(
-                f"model.{key} is {new_text}, but the checkpoint has {old_text}",
+                f"model.{key} is {_show(new)}, but the checkpoint has {_show(old)}",
                 where=where,
                 expected="the checkpoint's model",
-                do=f"set model.{key}={old_text.replace(' ', '')}" + hint,
+                do=f"set model.{key}={_show(old).replace(' ', '')}" + hint,
             )
     old_parts = _select_dense_parts(old_schema)
     for part, new in _select_dense_parts(schema).items():
-        if new != old_parts[part]:
+        if new != (old := old_parts[part]):
+            at = next(slice(i, i + 1) for i in range(len(new) + 1) if new[i : i + 1] != old[i : i + 1])
             raise SchemaError(
-                f"the schema's {part} entry is {new}, but the checkpoint's is {old_parts[part]}",
+                f"entry {at.stop} of {part} is {new[at] or 'missing'}; the checkpoint's schema has {old[at] or 'none'}",
                 where=where,
                 expected="the labels, dense columns and sparse features of the checkpoint's schema",
                 do="train with the checkpoint's schema" + hint,
@@ -344,7 +344,7 @@ def _describe_matching_parameters(config: RunConfig, schema: Schema, saved: dict
     )
 
 
-def _select_dense_parts(schema: Schema) -> dict[str, object]:
+def _select_dense_parts(schema: Schema) -> dict[str, list[str]]:
     """Return the parts of a schema that determine the shapes and the meaning of dense weights."""
     sparse = [f"{name} → {spec.table}" for name, spec in schema.sparse.items()]
     return {"labels": schema.labels, "dense": schema.dense, "sparse": sparse}

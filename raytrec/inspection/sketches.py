@@ -100,7 +100,7 @@ class HotIds:
     def shares(self) -> list[float]:
         """Return the shares of all lookups that go to the 1, 10, 100, 1,000 and 10,000 most frequent ids.
 
-        The list ends before the first of these numbers that is not smaller than the number of ids with a counter.
+        Of these numbers, only those below the number of ids with a counter have a share in the list.
         """
         counts = np.sort(self.counts()[1])[::-1]
         sums = np.cumsum(counts) / max(1, self._all)

@@ -116,7 +116,7 @@ def check_is_stream(folder: str) -> None:
     from raytrec.deltas.chain import find_stream, list_names
     from raytrec.deltas.format import STREAM_FILE
 
-    expected, do = "a folder of export.deltas.to", None
+    expected, do = "a run's export.deltas.to folder", None
     with convert_os_errors("the folder of deltas cannot be read", where=folder):
         if query_file_info(folder).is_file:
             raise RunError("the path is a file, not a folder of deltas", where=folder, expected=expected)

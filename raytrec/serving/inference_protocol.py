@@ -289,7 +289,7 @@ def to_table(tensors: Mapping[str, Tensor], columns: pa.Schema) -> pa.Table:
             arrays[name] = pa.Array.from_buffers(pa.list_(values.type, shape[1]), shape[0], [None], children=[values])
     if tensors and not arrays:
         raise DataError("no input is one of the model's inputs", where="inputs", expected=", ".join(columns.names))
-    if len({len(array) for array in arrays.values()}) > 1:
-        expected = "the same number of rows in all inputs"
-        raise DataError("the inputs have different numbers of rows", where=ROWS_PLACE, expected=expected)
+    if len(names := {len(array): name for name, array in arrays.items()}) > 1:
+        what = "different numbers of rows: " + ", ".join(f"{rows:,} in {name}" for rows, name in names.items())
+        raise DataError(f"the inputs have {what}", where=ROWS_PLACE, expected="the same number in all inputs")
     return pa.table(arrays)

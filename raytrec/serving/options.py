@@ -67,7 +67,7 @@ class ServiceOptions(Section):
 
         if stream := find_stream(self.uri):
             return stream.run
-        what, expected = "no run has written deltas to this folder", "a folder of export.deltas.to"
+        what, expected = "no run has written deltas to this folder", "a run's export.deltas.to folder"
         raise RunError(what, where=self.uri, expected=expected)
 
 

@@ -4,7 +4,7 @@ A state has three parts, each with several names (tables or weights). The values
 a range of these numbers:
 
     rows    stored rows of a table (scoring/stored_tables.py), numbered by row
-    ids     pairs (id, row), int64, of a table with managed ids, numbered by the key (hash) of the id + 2⁶³
+    ids     pairs (id, row), int64, of a table with managed ids, numbered by 2⁶³ + the key (hash) of the id
     dense   values of a weight of a program, PROGRAM/NAME, numbered in row-major order
 """
 

@@ -101,7 +101,7 @@ class Delivery:
             patience_s: Seconds for which writing is retried if it fails; 0: only one attempt.
 
         Returns:
-            Message for users that states which records MLflow lacks, and why; None if MLflow has everything.
+            Message for users that states what MLflow lacks and, if known, why; None if MLflow has everything.
 
         Raises:
             ConfigError: The store cannot be opened; see `deliver`.

@@ -43,7 +43,7 @@ class Journal:
         self.write()
 
     def put(self, name: str, text: str) -> None:
-        """Replace the content of the file `name` of the run folder by a text."""
+        """Write `text` to the file `name` of the run folder, and replace any previous content."""
         self._enqueue(name, text.encode(), replaces=True)
         self.write()
 

@@ -19,7 +19,11 @@ ERROR = (
 
 @pytest.mark.parametrize(
     ("output", "reason"),
-    [(ERROR, "the folder already contains an export"), ("a\\nKilled", "Killed"), ("", "exit code 1")],
+    [
+        (ERROR, "the folder already contains an export"),
+        ("a\\nKilled", "exit code 1; last output: Killed"),
+        ("", "exit code 1; last output: none"),
+    ],
 )
 def test_failed_export_is_reported_with_its_cause(tmp_path, monkeypatch, output, reason):
     code = f"import sys; sys.exit('{output}' or 1)"

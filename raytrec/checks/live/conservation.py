@@ -51,7 +51,7 @@ class Conservation(Check):
     )
 
     def evaluate(self, position: Position, probed: bool) -> Outcome:
-        """Return the outcome, which names lost ids and rows, and deviating ranks. Every rank must call this method."""
+        """Return the outcome, whose text describes losses and deviating ranks. Every rank must call this method."""
         counts, peers = self._counts(position), self.run.peers
         features = list(self.run.schema.sparse)
         received = [counts.looked_up[feature] for feature in features]

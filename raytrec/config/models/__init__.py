@@ -89,7 +89,7 @@ def check_model(schema: Schema, config: ModelSection, vectors: bool, tasks: Mapp
         raise ConfigError(
             f"a task's loss reads query and item vectors, but model.name={config.name} returns none",
             where="tasks, model.name",
-            expected=f"one of the models {', '.join(with_vectors)}, or a user-defined class with `vectors`",
+            expected=f"one of the models {', '.join(with_vectors)}, or your class with the argument `vectors`",
             do="set model={name: two_tower, towers: {query: [NAMES], item: [NAMES]}}, or use another loss, such as bce",
         )
     check_lengths(schema, config)

@@ -44,7 +44,7 @@ class MMoESection(ModelSection):
 
 @model("ple", "raytrec.models.multitask:PLE")
 class PLESection(ModelSection):
-    """Levels of shared and task-specific experts, with gates between the levels."""
+    """Levels of shared and task-specific experts with gates, and a tower per task."""
 
     name: Literal["ple"]
     levels: Annotated[SmallCount, Field(le=100)] = 2

@@ -44,7 +44,7 @@ TABLE_FORMATS = {
     "a Paimon table": (r"snapshot/(?:snapshot-\d+|EARLIEST|LATEST)", SPARK_CONVERSION.format("paimon")),
     "a transactional Hive table": (
         r"(?:base_\d{7,}(?:_v\d+)?|(?:delete_)?delta_\d{7,}_\d{7,}(?:_\d+)?(?:_v\d+)?)",
-        'spark.table(NAME).write.parquet("plain"), or CREATE TABLE … STORED AS PARQUET AS SELECT in Hive',
+        "INSERT OVERWRITE DIRECTORY 'plain' STORED AS PARQUET SELECT * FROM NAME in Hive",
     ),
     "the output of a Spark stream": (r"_spark_metadata", SPARK_CONVERSION.format("parquet")),
 }
@@ -138,7 +138,7 @@ def parse_folder_values(path: str) -> dict[str, str | None]:
 def find_folder_columns(arrow: pa.Schema, form: ResolvedReadPlan, uri: str) -> frozenset[str]:
     """Return the columns of a read plan that are keys of the file's folders and not in the file's schema `arrow`.
 
-    A name that several columns or fields of the file have counts as a column of the file.
+    A name shared by several columns or fields of the file counts as a column of the file.
     """
     folders = parse_folder_values(uri)
     return frozenset(name for name in form.columns if name in folders and not _has_column(arrow, name))

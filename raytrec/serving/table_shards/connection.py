@@ -89,9 +89,9 @@ class Exchange:
         self._writer.write_metadata(request)
 
     def receive(self) -> tuple[pa.Buffer, bool]:
-        """Return the response to the request, and True if the stream can be used for another request.
+        """Return the response to the request, and True if it is in time, so that the stream can be used again.
 
-        Raises one of FAILURES if the stream fails, or if there is no response before the deadline.
+        Raises one of FAILURES if the stream fails, or is canceled because the deadline has passed.
         """
         answer, deadline = self._reader.read_chunk().app_metadata, self.deadline
         self.deadline = None
