@@ -20,7 +20,7 @@ from pathlib import Path
 import typer
 from harness import REPO, Grid, Only, split
 
-LIMIT_S = 300
+LIMIT_S = 600
 
 # Target (and part of it) → arguments of `python`. {folder} contains data with a few rows and is removed.
 PYTEST = "-m pytest -q -p no:cacheprovider"
