@@ -130,8 +130,8 @@ def test_ids_are_drawn_by_frequency(tmp_path):
         ({"rows": 200, "vocabulary": "x"}, "not both"),
         ({"rows": 200, "count": "all"}, "cannot be set with count: all"),
         ({"vocabulary": "ids.txt", "frequency": "count"}, "frequency requires a Parquet vocabulary"),
-        ({"vocabulary": "ids.parquet", "power": 0.5}, "set frequency"),
-        ({"vocabulary": "ids.parquet", "log_share": "share"}, "set frequency"),
+        ({"vocabulary": "ids.parquet", "power": 0.5}, "power is set, but frequency is not"),
+        ({"vocabulary": "ids.parquet", "log_share": "share"}, "log_share is set, but frequency is not"),
     ],
 )
 def test_invalid_sample_options_are_rejected(keys, why):
