@@ -14,8 +14,6 @@ twenty seconds, so that one-time work, such as opening MLflow's database, has li
 rows/s          of all ranks together
 CPU-µs per row  over all processes that the command starts, including Ray's
 peak memory     of all these processes, before and after the measured steps, with shared pages counted once
-first step      seconds from the start of the command to the end of step 1 (for raytrec, which does not record
-                this step, to the end of step 20, less 19 steps at the measured pace)
 
 Writes benchmarks/results/step.json, docs/images/step.png and the tables in README.md and docs/benchmarks.md.
 """
@@ -59,7 +57,6 @@ class Measured:
     samples_per_s: float
     cpu_us_per_row: float
     peak_mib: float
-    first_step_s: float
 
 
 def command_of(side: str, settings: Settings, folder: Path) -> list[str]:
@@ -113,12 +110,10 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
         raise RuntimeError(f"{side} exited with code {code} after step {last} of {end}\n{command.output}")
     seconds, rows = times[end] - times[begin], steps * settings.batch * settings.workers
     cpu_s = command.cpu_s(times[end]) - command.cpu_s(times[begin])
-    first = times.get(1, times[EVERY] - seconds / steps * (EVERY - 1))
     return Measured(
         samples_per_s=rows / seconds,
         cpu_us_per_row=cpu_s / rows * 1e6,
         peak_mib=command.peak_mib,
-        first_step_s=first - command.began,
     )
 
 

@@ -24,7 +24,7 @@ time.sleep(1.5)
 @pytest.fixture
 def results():
     def measured(speed, cpu):
-        return Measured(speed, cpu, 100.0, 2.0)
+        return Measured(speed, cpu, 100.0)
 
     rounds = {
         "limit": [measured(100.0, 10.0), measured(50.0, 12.0)],
@@ -69,7 +69,7 @@ def test_summary_uses_best_rounds_and_worst_case(results):
 def test_step_table_has_one_line_per_side(results):
     lines = markdown(results, ["dlrm_2"]).splitlines()
     assert len(lines) == 2 + 4 and lines[2].startswith("| DLRM, 2 workers | ")
-    assert "| raytrec train | 30 | 12.0 | 100 | 2.0 |" in lines[-1]
+    assert "| raytrec train | 30 | 12.0 | 100 |" in lines[-1]
     assert len(rows_of(results, "dlrm_1")) == 4
 
 
