@@ -110,11 +110,7 @@ def run(side: str, settings: Settings, folder: Path, steps: int) -> Measured:
         raise RuntimeError(f"{side} exited with code {code} after step {last} of {end}\n{command.output}")
     seconds, rows = times[end] - times[begin], steps * settings.batch * settings.workers
     cpu_s = command.cpu_s(times[end]) - command.cpu_s(times[begin])
-    return Measured(
-        samples_per_s=rows / seconds,
-        cpu_us_per_row=cpu_s / rows * 1e6,
-        peak_mib=command.peak_mib,
-    )
+    return Measured(samples_per_s=rows / seconds, cpu_us_per_row=cpu_s / rows * 1e6, peak_mib=command.peak_mib)
 
 
 def main(
