@@ -19,6 +19,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from raytrec.common.errors import RunError
+from raytrec.common.formatting import format_address
 from raytrec.common.processes import create_file
 from raytrec.compat.ray_core import (
     CLIENT_PROBE_METHOD,
@@ -154,7 +155,7 @@ def _check_listening(address: str, source: str) -> None:
         sleep(0.3)
     if not places:
         return None
-    tried = [f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in places]
+    tried = [format_address(host, port) for host, port in places]
     raise RunError(
         f"cannot connect to a Ray cluster at {' or '.join(tried)}: {why}",
         where=source,

@@ -87,6 +87,11 @@ def format_count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
+def format_address(host: str, port: int) -> str:
+    """Format an address as HOST:PORT, with brackets around IPv6 addresses as in URLs."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration, a finite number of seconds, as "12 s", "3 min 5 s" or "2 h 7 min"."""
     seconds = round(seconds)

@@ -22,8 +22,12 @@ from raytrec.common.registry import PYTHON_PATH
 from raytrec.common.storage import read_yaml
 
 MAX_COUNT = 2**53  # larger integers lose precision in JSON
-MAPPING_MESSAGE = re.compile(r"a valid dictionary( or instance of \w+)?")  # part of pydantic's messages
 MAX_AMOUNT = 1e9  # largest float setting (seconds, GiB, rates, norms); a thread can still wait this many seconds
+
+
+def reword_message(message: str) -> str:
+    """Return a message of pydantic in which mappings are not called dictionaries or instances of classes."""
+    return re.sub(r"a valid dictionary( or instance of \w+)?", "a mapping of keys", message)
 
 
 def _reject_bool(value: Any) -> Any:

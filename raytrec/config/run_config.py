@@ -25,7 +25,7 @@ from raytrec.common.errors import (
 from raytrec.common.reading import parse_yaml
 from raytrec.common.redaction import hide_all
 from raytrec.common.storage import join_uri
-from raytrec.config.base import MAPPING_MESSAGE, Mark, Section, read_settings
+from raytrec.config.base import Mark, Section, read_settings, reword_message
 from raytrec.config.data import DataSection, RunSection, WarmStartSection
 from raytrec.config.models import SECTIONS, AnyModel
 from raytrec.config.models.ranking import DlrmSection
@@ -236,7 +236,7 @@ def _explain(place: str, mistakes: list[dict]) -> str:
     if kind == "value_error":
         message = error["msg"].removeprefix("Value error, ")
         return message if not place or message.startswith(f"{section}.") else f"{place}: {message}"
-    texts = dict.fromkeys(MAPPING_MESSAGE.sub("a mapping of keys", mistake["msg"]) for mistake in mistakes)
+    texts = dict.fromkeys(reword_message(mistake["msg"]) for mistake in mistakes)
     message = "; or ".join(texts).replace(f"; or {EXPECTED}", " or ")
     if isinstance(error["input"], dict) and "names" in (context := error.get("ctx", {})):  # base.build_section_union
         message += format_suggestion(str(error["input"].get(context["key"])), context["names"].split(", "))

@@ -41,7 +41,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from raytrec.common.errors import SchemaError, format_suggestion, join_first_lines, shorten_repr
 from raytrec.common.reading import UnreadableError, parse_yaml
-from raytrec.config.base import MAPPING_MESSAGE, read_settings
+from raytrec.config.base import read_settings, reword_message
 from raytrec.config.schema_parts import ManagedIds, Scale, SchemaPart, Sparse, Statistics, Table, to_table_name
 
 
@@ -288,7 +288,7 @@ def _explain(error: dict) -> str:
         return f"{place}: unknown key" + format_suggestion(str(error["loc"][-1]), known.model_fields if known else ())
     if error["type"] == "missing":
         return f"{place}: missing"
-    message = MAPPING_MESSAGE.sub("a mapping of keys", error["msg"].removeprefix("Value error, "))
+    message = reword_message(error["msg"].removeprefix("Value error, "))
     if error["type"] == "value_error" and not place:
         return message
     received = "" if isinstance(error["input"], dict) else f" (got {shorten_repr(error['input'])})"

@@ -109,8 +109,8 @@ class DeliveryProcess:
             patience_s: Maximum time to wait in seconds, after which the process is killed.
 
         Returns:
-            Sentence that states which records MLflow lacks, with the command that delivers them. None if MLflow has
-                all records, without tracking.enabled, or if the store could not be opened (`check` raises that error).
+            Sentence that states what MLflow lacks, with the command that delivers it. None if MLflow has everything,
+                without tracking.enabled, or if the store could not be opened (`check` raises that error).
         """
         if self._process is None:
             return None

@@ -19,6 +19,7 @@ from urllib.parse import SplitResult, urlsplit
 from raytrec.cluster.local_ray import check_ports
 from raytrec.cluster.warm_process import SERVING, keep_warm_process
 from raytrec.common.errors import ConfigError, RunError, convert_os_errors
+from raytrec.common.formatting import format_address
 from raytrec.common.redaction import hide
 from raytrec.common.storage import make_absolute, open_filesystem, query_file_info
 from raytrec.scoring.manifest import MANIFEST_FILE
@@ -68,7 +69,7 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
             signal.signal(number, lambda *_: stop.set())
         try:
             _call_on_cluster("deploy", service_options, (min_replicas, max_replicas), token, is_local)
-            url = f"http://{f'[{host}]' if ':' in (host := service_options.host) else host}:{service_options.port}"
+            url = f"http://{format_address(service_options.host, service_options.port)}"
             _print_address(service_options.name, url, token is not None, service_options.follow)
             _print_news(service_options.name, stop)
         finally:

@@ -17,7 +17,7 @@ import pyarrow.flight as flight
 import torch
 
 from raytrec.common.errors import RunError
-from raytrec.common.formatting import format_bytes
+from raytrec.common.formatting import format_address, format_bytes
 from raytrec.deltas.chain import Position, iterate_exports, make_missing_export_error
 from raytrec.scoring.load import LookupMaker
 from raytrec.scoring.lookups import IdRows
@@ -52,13 +52,13 @@ class _TokenCheck(flight.ServerMiddlewareFactory):
 
 class _LookupServer(flight.FlightServerBase):
     def __init__(self, shard: TableShard, host: str, token: str):
-        tls, place = read_tls_files(), f"[{host}]" if ":" in host else host
+        tls = read_tls_files()
         super().__init__(
-            f"grpc{'+tls' if tls else ''}://{place}:0",
+            f"grpc{'+tls' if tls else ''}://{format_address(host, 0)}",
             middleware={"token": _TokenCheck(token)},
             tls_certificates=[tls[:2]] if tls else [],
         )
-        self._shard, self.location = shard, f"grpc{'+tls' if tls else ''}://{place}:{self.port}"
+        self._shard, self.location = shard, f"grpc{'+tls' if tls else ''}://{format_address(host, self.port)}"
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
         """Serve the requests of a stream until the client or an error (see `TableShard.answer`) ends the stream."""
