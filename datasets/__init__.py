@@ -35,6 +35,13 @@ def resolve_path_option(text: str) -> Path:
     return Path(make_absolute(text)) if os.environ.get(ROOT) or RAY_JOB_COPIES in os.getcwd() else Path(text)
 
 
+def check_width(width: int) -> int:
+    """Return the width of embeddings that an option gives, or raise BadParameter if FBGEMM does not support it."""
+    if width % 4:
+        raise typer.BadParameter(f"{width} is not a multiple of 4.")
+    return width
+
+
 Count = Annotated[int, typer.Option(min=0)]
 PositiveCount = Annotated[int, typer.Option(min=1)]
 File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="FILE")]
@@ -42,7 +49,7 @@ File = Annotated[Path | None, typer.Option(parser=resolve_path_option, metavar="
 SHARED = {
     "out": typer.Option(parser=resolve_path_option, metavar="PATH", help="Folder to write Parquet and schema.yaml to."),
     "force": typer.Option("--force", help="Replace a folder that a recipe has prepared."),
-    "dim": typer.Option(help="Width of the embeddings; a multiple of 4."),
+    "dim": typer.Option(min=4, max=2**16, callback=check_width, help="Width of the embeddings; a multiple of 4."),
     "seed": typer.Option(help="Random seed; the same seed produces the same data."),
     "source": typer.Option(parser=resolve_path_option, metavar="PATH", help="Folder with the original files."),
 }

@@ -179,8 +179,7 @@ class Adult:
                 "sparse": {name: {"table": name} for name in SPARSE},
                 "tables": {name: {"rows": len(known) + 1, "dim": dim} for name, known in self.vocabularies.items()},
             },
-            "--dim",
-            "correct --dim",
+            "schema.yaml",
         )
 
 

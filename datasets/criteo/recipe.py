@@ -125,8 +125,7 @@ def schema_of(sizes: list[int], dim: int) -> Schema:
             "sparse": {name: {"table": name} for name in SPARSE},
             "tables": {name: {"rows": rows, "dim": dim} for name, rows in zip(SPARSE, sizes, strict=True)},
         },
-        "--dim",
-        "correct --dim",
+        "schema.yaml",
     )
 
 

@@ -200,7 +200,7 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
             "sparse": {"item": {"table": "item"}, "history": sequence, "negatives": sequence},
             "tables": {"item": {"rows": items, "dim": chosen.dim}},
         }
-        return Schema.parse(values, "--dim or side features", "correct --dim, or rename side features")
+        return Schema.parse(values, "schema.yaml")
     tables = {"user": {"rows": users, "dim": chosen.dim}, "item": {"rows": items, "dim": chosen.dim}}
     sparse: dict[str, dict] = {"user": {"table": "user"}, "item": {"table": "item"}}
     if chosen.max_length:
@@ -211,7 +211,7 @@ def make_schema(users: int, items: int, chosen: Choices, sides: Sides) -> Schema
             sparse[side.name] = {"table": side.name} | ({"pooling": "mean"} if side.is_bag else {})
     dense = [side.name for side in sides.features if not side.rows]
     values = {"labels": ["label"], "dense": dense, "sparse": sparse, "tables": tables}
-    return Schema.parse(values, "--dim or side features", "correct --dim, or rename side features")
+    return Schema.parse(values, "schema.yaml", "rename side features")
 
 
 def choose_example_job(folder: Path, chosen: Choices) -> tuple[str, list[str], list[str]]:

@@ -235,4 +235,4 @@ def _titles(source: Path, movies: np.ndarray) -> pd.DataFrame:
 def _schema(data: Candidates, dim: int) -> Schema:
     tables = {"user": {"rows": data.users, "dim": dim}, "item": {"rows": data.items, "dim": dim}}
     sparse = {"user_id": {"table": "user"}, "item_id": {"table": "item"}}
-    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "--dim", "correct --dim")
+    return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "schema.yaml")

@@ -233,7 +233,7 @@ class Ratings:
         sparse["genres"]["pooling"] = "mean"
         sparse["history"] = {"table": "item", "pooling": "sequence"}
         tables = {name.removesuffix("_id"): {"rows": count, "dim": dim} for name, count in rows.items()}
-        return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "--dim", "correct --dim")
+        return Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "schema.yaml")
 
 
 def _index(vocabulary: np.ndarray, values) -> np.ndarray:

@@ -63,8 +63,7 @@ def schema_of(shape: Shape, dim: int) -> Schema:
             "sparse": {f"C{f + 1}": {"table": f"C{f + 1}", "pooling": pooling[f]} for f in pooling},
             "tables": {f"C{f + 1}": {"rows": rows, "dim": dim} for f, rows in enumerate(shape.tables)},
         },
-        "--dim",
-        "correct --dim",
+        "schema.yaml",
     )
 
 

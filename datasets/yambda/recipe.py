@@ -155,7 +155,7 @@ def make_schema(table_rows: dict[str, int], candidates: int, dim: int) -> Schema
     lists = [*LABELS, *(name for name in table_rows if name not in OF_REQUEST)] if candidates > 1 else []
     tables = {name: {"rows": rows, "dim": dim} for name, rows in table_rows.items()}
     values = {"labels": LABELS, "dense": ["time"], "sparse": sparse, "tables": tables, "candidates": lists}
-    return Schema.parse(values, "--dim", "correct --dim")
+    return Schema.parse(values, "schema.yaml")
 
 
 class Requests:

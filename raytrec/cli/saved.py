@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from raytrec_datasets import SHARED
 
 import raytrec
 from raytrec.cli.options import AllowCode, Changes, Checkpoint, Json, Run, RunFolder, Workers, call_and_print
@@ -212,7 +213,7 @@ def inspect(
     force: bool = False,
     label: list[str] | None = None,
     reserve: list[str] | None = None,
-    dim: int = 16,
+    dim: Annotated[int, SHARED["dim"]] = 16,
     rows: int | None = None,
 ):
     """Inspect Parquet data and print a complete schema.yaml (and a table of the columns on stderr).
@@ -224,7 +225,6 @@ def inspect(
         force: Overwrite the file.
         label: Column to predict (repeatable); default: columns with names that are common for labels.
         reserve: Column that is passed through (data.reserve_columns) and is not a feature (repeatable).
-        dim: Width of the embeddings; a multiple of 4.
         rows: Approximate number of rows to read from each of training, validation and test data; default: all.
     """
     from raytrec.common.errors import ConfigError

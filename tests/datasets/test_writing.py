@@ -27,6 +27,13 @@ def test_prepared_dataset_is_reused_or_replaced_by_force(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("width", [0, 6, 2**17])
+def test_unsupported_width_is_refused_before_writing(tmp_path, width):
+    result = run(tmp_path / "out", "--dim", width)
+    assert result.exit_code == 2 and "'--dim'" in result.output
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("marker", [None, "not json", "[]", "{}"])
 def test_force_keeps_folders_not_created_by_a_recipe(tmp_path, marker):
     (tmp_path / "thesis.txt").write_text("years of work")

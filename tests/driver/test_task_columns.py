@@ -139,3 +139,15 @@ def test_resume_rejects_changed_columns_and_precision(folder, tmp_path, change):
     with pytest.raises(ConfigError, match="these settings affect the result") as error:
         resume_config(tmp_path, None, [change])
     assert change.partition("=")[0] in error.value.what
+
+
+def test_resume_rejects_another_run_folder(folder, tmp_path):
+    config = load_config(parquet.config_values(folder, tmp_path / "first"))
+    run = tmp_path / "moved"
+    run.mkdir()
+    (run / "config.yaml").write_text(config.to_yaml())
+    for accepted in (config.run.dir, str(run)):
+        assert resume_config(run, None, [f"run.dir={accepted}"]).run.dir == str(run)
+    with pytest.raises(ConfigError, match=r"run\.dir cannot be changed on resume") as error:
+        resume_config(run, None, [f"run.dir={tmp_path / 'other'}"])
+    assert error.value.expected == str(run)
