@@ -119,7 +119,7 @@ def read_candidates(path: Path, builder: InteractionBuilder, columns: Columns) -
 def _parts(path: Path, columns: Columns) -> Iterator[tables.Batch]:
     if not path.is_file():
         raise DataError("the file does not exist", where=f"--candidates {path}")
-    if path.suffix not in (".parquet", ".txt"):
+    if tables.suffix_of(path) not in (".parquet", ".txt"):
         raise ConfigError(
             f"unknown format of candidates: {path.name}",
             where="--candidates",

@@ -16,6 +16,7 @@ NAME.train.rating, or its folder     Neural Collaborative Filtering (He et al., 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,14 @@ from raytrec_datasets.interactions.events import (
     Interactions,
     Pairs,
 )
+from raytrec_datasets.interactions.tables import find_suffix, suffix_of
 
 from raytrec.common.errors import ConfigError, DataError
+from raytrec.data.files.listing import is_hidden, list_files
 
 TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
 PAIR = re.compile(r"\((\d+),(\d+)\)")
 RATINGS = "user, item and, if any, rating and time, separated by tabs; all but the rating are whole numbers"
-SUFFIXES = (".parquet", ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".inter", ".txt")
 EXPECTED = (
     "FILE.parquet or a folder of them, FILE.csv or FILE.tsv (or .gz), FILE.inter, FILE.txt (a user and its items in "
     "each line), a folder with train, valid and test of one of these, or NAME.train.rating"
@@ -87,15 +89,32 @@ def _read(source: Path, columns: Columns, builder: InteractionBuilder) -> dict[s
         facts = tables.read(files, columns, builder, split)
     if splits:
         return facts | ({"in_order": False} if suffix_of(splits[TRAIN][0]) == ".txt" else {})
-    files = sorted(source.rglob("*.parquet")) if source.is_dir() else [source]
-    if not files or not suffix_of(files[0]):
+    files = list_source(source)
+    if not files or (source.is_dir() and suffix_of(files[0]) != ".parquet"):
         raise DataError("unknown layout of interactions", where=str(source), expected=EXPECTED)
     return tables.read(files, columns, builder)
 
 
-def suffix_of(path: Path) -> str | None:
-    """Return the suffix that determines how a file is read, or None if the format is unknown."""
-    return next((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), None)
+def list_source(place: Path) -> list[Path]:
+    """Return the files of a folder in the known formats, or a single file; hidden files and folders are skipped.
+
+    If there are Parquet files, they are selected as in training, and files that are left out are reported on stderr.
+
+    Raises:
+        DataError: The place belongs to a table format, or a Parquet file is not readable (`list_files`).
+    """
+    paths = sorted(place.rglob("*")) if place.is_dir() else [place]
+    visible = [p for p in paths if p.is_file() and not any(map(is_hidden, p.relative_to(place).parts))]
+    by_suffix: dict[str, list[Path]] = {}
+    for path in visible:
+        if suffix := suffix_of(path):
+            by_suffix.setdefault(suffix, []).append(path)
+    if ".parquet" not in by_suffix:
+        return [path for files in by_suffix.values() for path in files]
+    listing = list_files(str(place), "--source")
+    if listing.left_out:
+        print(f"{place}: {listing}", file=sys.stderr)
+    return [Path(file) for file in listing.files]
 
 
 def find_splits(source: Path) -> dict[int, list[Path]]:
@@ -110,11 +129,10 @@ def find_splits(source: Path) -> dict[int, list[Path]]:
     """
     datasets: dict[tuple[str, str], dict[int, list[Path]]] = {}
     for place in sorted(source.iterdir()) if source.is_dir() else ():
-        inside = place.rglob("*") if place.is_dir() else [place]
-        files = sorted(path for path in inside if path.is_file() and suffix_of(path))
+        named = SPLIT.fullmatch(place.name[: len(place.name) - len(find_suffix(place.name))])
+        files = list_source(place) if named else []
         suffixes = {suffix_of(path) for path in files}
-        stem = place.name if place.is_dir() else place.name.removesuffix(suffix_of(place) or "")
-        if (named := SPLIT.fullmatch(stem)) and len(suffixes) == 1:
+        if named and len(suffixes) == 1:
             of_set = datasets.setdefault((named[1] or "", *suffixes), {})
             of_set.setdefault(SPLITS[named[2].lower()], []).extend(files)
     datasets = {key: splits for key, splits in datasets.items() if TRAIN in splits}

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
-from raytrec_datasets.interactions.tables import check_columns
+from raytrec_datasets.interactions.tables import check_columns, suffix_of
 
 from raytrec.common.errors import ConfigError, DataError
 
@@ -114,10 +114,10 @@ def read_sides(path: Path, key: str) -> list[Side]:
 
 def _table(path: Path, key: str) -> pa.Table:
     try:
-        if path.suffix == ".json":
+        if path.suffix.lower() == ".json":
             content = json.loads(path.read_text(encoding="utf-8"))
             return pa.table({key: list(content), ATTRIBUTES: list(content.values())})
-        table = pq.read_table(path) if path.suffix == ".parquet" else csv.read_csv(path)
+        table = pq.read_table(path) if suffix_of(path) == ".parquet" else csv.read_csv(path)
     except (OSError, ValueError, TypeError, AttributeError, pa.ArrowException) as error:
         raise DataError(
             f"cannot read the file: {error}", where=str(path), expected="FILE.parquet, FILE.csv or FILE.json"

@@ -22,10 +22,31 @@ from raytrec_datasets.interactions.events import TRAIN, Columns, InteractionBuil
 
 from raytrec.common.errors import ConfigError, DataError, format_suggestion
 from raytrec.common.formatting import format_count
+from raytrec.data.files.listing import PARQUET_MAGIC
 
 BATCH_ROWS, BLOCK_BYTES = 1 << 18, 1 << 24
+SUFFIXES = (".parquet", ".csv", ".tsv", ".csv.gz", ".tsv.gz", ".inter", ".txt")
 NUMBER = r"^[0-9]{1,18}$"
 Batch = tuple[pa.Array, pa.Array, pa.Array | None]
+
+
+def find_suffix(name: str) -> str:
+    """Return the suffix of SUFFIXES, in lower case, with which a name ends, or ""."""
+    return next((suffix for suffix in SUFFIXES if name.lower().endswith(suffix)), "")
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix that determines how a file is read, or "" if the format is unknown.
+
+    It is the suffix of the name (`find_suffix`), or .parquet if the file begins with Parquet's magic bytes.
+    """
+    if suffix := find_suffix(path.name):
+        return suffix
+    try:
+        with path.open("rb") as file:
+            return ".parquet" if file.read(4) in PARQUET_MAGIC else ""
+    except OSError:
+        return ""
 
 
 def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split: int = TRAIN) -> dict[str, bool]:
@@ -40,7 +61,8 @@ def read(files: list[Path], columns: Columns, builder: InteractionBuilder, split
         for users, items, times in batches(path, columns):
             _check_types(users, items, times, builder, path)
             builder.add(users, items, times, split)
-        of_all &= path.suffix != ".txt" and not (path.suffix == ".parquet" and has_lists(path, columns))
+        suffix = suffix_of(path)
+        of_all &= suffix != ".txt" and not (suffix == ".parquet" and has_lists(path, columns))
     return {"of_all": of_all}
 
 
@@ -74,7 +96,7 @@ def batches(path: Path, columns: Columns) -> Iterator[Batch]:
         DataError: The file cannot be read, or a row or line is invalid.
     """
     kinds = {".parquet": parquet_batches, ".txt": text_batches}
-    return kinds.get(path.suffix, csv_batches)(path, columns)
+    return kinds.get(suffix_of(path), csv_batches)(path, columns)
 
 
 def has_lists(path: Path, columns: Columns) -> bool:
@@ -104,12 +126,13 @@ def csv_batches(path: Path, columns: Columns) -> Iterator[Batch]:
 
     Users and items are read as text; the type of times is inferred. Errors are those of `batches`.
     """
-    divider = "\t" if {".tsv", ".inter"} & {*path.suffixes} else ","
+    suffix = suffix_of(path)
+    divider = "\t" if suffix in (".tsv", ".tsv.gz", ".inter") else ","
     parse = csv.ParseOptions(delimiter=divider, newlines_in_values=True)
     reading = csv.ReadOptions(block_size=BLOCK_BYTES)
     try:
         names = csv.open_csv(path, reading, parse).schema.names
-        columns = _of_inter(columns, names) if path.suffix == ".inter" else columns
+        columns = _of_inter(columns, names) if suffix == ".inter" else columns
         required = [name for name in (columns.user, columns.item, columns.time) if name]
         check_columns(required, names, path)
         types = {name: pa.string() for name in (columns.user, columns.item)}

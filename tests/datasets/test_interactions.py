@@ -1,6 +1,7 @@
 """`raytrec prepare interactions` for every layout, compared with plain Python."""
 
 import gzip
+import json
 import random
 from collections import Counter, defaultdict
 from operator import itemgetter
@@ -10,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from raytrec_datasets.interactions import rows as rows_module
 from raytrec_datasets.interactions import tables
-from recipes import SPLITS, get_recipe_error, prepare
+from recipes import SPLITS, get_recipe_error, prepare, run_recipe
 
 from raytrec.common.errors import RaytrecError
 from raytrec.config.schema import Schema
@@ -282,7 +283,7 @@ def write_ratings(path, found):
 
 
 def write_split_parquet(path, found):
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(exist_ok=True, parents=True)
     pq.write_table(pa.table(dict(zip(("user", "item", "time"), zip(*found, strict=True), strict=True))), path)
 
 
@@ -294,6 +295,8 @@ SPLIT_LAYOUTS = {
     "x.{}.rating": (write_ratings, []),
     "{}/part-0.parquet": (write_split_parquet, ["--time", "time"]),
     "{}-00000-of-00001.parquet": (write_split_parquet, ["--time", "time"]),
+    "{}.parquet/part-0": (write_split_parquet, ["--time", "time"]),
+    "{}/b.PARQUET": (write_split_parquet, ["--time", "time"]),
 }
 
 
@@ -324,6 +327,33 @@ def test_source_with_splits_keeps_them(name, valid, tmp_path):
                 assert row["history"] == lists[row["user"]][:end]
     else:
         assert met["train"] | met["valid"] == {pair[:2] for pair in of["train"]} and met["valid"]
+
+
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_parquet_files_of_a_source_are_selected_as_in_training(split, tmp_path):
+    found, source = make_events(), tmp_path / "in"
+    for number, name in enumerate(("a.parquet", "b.PARQUET", "part-0", "c.parq")):
+        write_split_parquet(source / split / name, found[number::4])
+    for name in ("_temporary/0/a.parquet", ".ipynb_checkpoints/a.parquet"):
+        write_split_parquet(source / split / name, [(1000, 1000, 1000)])
+    (source / split / "notes.txt").write_text("about")
+    if split:
+        write_split_parquet(source / "test" / "000000000000", [(user, 0, 9000) for user in group_by_user(found)])
+    arguments = ["--source", source, "--out", tmp_path / "out", "--time", "time", "--negatives", 0]
+    assert "4 Parquet files; left out: 2 hidden" in run_recipe("interactions", *arguments).stderr
+    keys = pq.read_table(tmp_path / "out" / "users")["user_key"].to_pylist()
+    assert sorted(keys) == sorted(group_by_user(found))
+    sizes = json.loads((tmp_path / "out" / "prepared.json").read_text())
+    assert sizes["interactions"] == len(found) + (len(keys) if split else 0)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "train/a.parquet"])
+def test_table_formats_are_rejected_as_sources(name, tmp_path):
+    write_split_parquet(tmp_path / "in" / name, make_events())
+    (tmp_path / "in" / "_delta_log").mkdir()
+    (tmp_path / "in" / "_delta_log" / "00000000000000000000.json").write_text("{}")
+    for place in ("in", f"in/{name}"):
+        assert "Delta Lake table" in get_error(tmp_path / place, tmp_path / "out")
 
 
 def test_incomplete_or_ambiguous_source_splits_are_rejected(tmp_path):

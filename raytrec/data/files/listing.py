@@ -196,7 +196,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
             visit(link, True)
             continue
         for entry in sorted(os.scandir(pending_folders.popleft()), key=lambda entry: entry.name):
-            if _is_hidden(entry.name):
+            if is_hidden(entry.name):
                 entries.append((entry.path, 0))
             elif entry.is_symlink():
                 pending_links.append(entry.path)
@@ -216,7 +216,7 @@ def _list_store(filesystem: fs.FileSystem, root: str) -> list[ListedFile]:
     entries: dict[str, int | None] = {}
     for info in filesystem.get_file_info(fs.FileSelector(root, recursive=True)):
         parts = info.path.removeprefix(root).split("/")
-        hidden = next((at for at, part in enumerate(parts) if _is_hidden(part)), None)
+        hidden = next((at for at, part in enumerate(parts) if is_hidden(part)), None)
         if hidden is not None:
             entries[root + "/".join(parts[: hidden + 1])] = 0
         elif info.type != fs.FileType.Directory:
@@ -224,7 +224,7 @@ def _list_store(filesystem: fs.FileSystem, root: str) -> list[ListedFile]:
     return list(entries.items())
 
 
-def _is_hidden(name: str) -> bool:
+def is_hidden(name: str) -> bool:
     """Return True if a file or folder name is hidden, as in Spark and Hive; `_key=value` is a partition."""
     return name.startswith(".") or (name.startswith("_") and "=" not in name)
 
@@ -240,7 +240,7 @@ def _select_parquet_files(
     files, candidates, unreadable = [], [], []
     for path, size in entries:
         name = _name(path).lower()
-        if _is_hidden(name):
+        if is_hidden(name):
             left_out[REASON_HIDDEN].append(path)
         elif size is None:
             unreadable.append(path)
