@@ -6,8 +6,10 @@ import errno
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 from raytrec.common import reading
 from raytrec.common.errors import ConfigError, DataError
@@ -181,6 +183,32 @@ def split_query(uri: str) -> tuple[str, str]:
     """Return a path or URI without query and trailing slashes, and the query: "" or "?key=value"."""
     path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
     return path.rstrip("/"), mark + query
+
+
+def extract_path(uri: str) -> str:
+    """Return a local path unchanged, or the decoded path of a URI, without bucket or host, and query.
+
+    Example:
+        >>> extract_path("s3://bucket/train/at=10%253A00/a%20b.parquet?region=eu-north-1")
+        'train/at=10%3A00/a b.parquet'
+    """
+    if "://" not in uri:
+        return uri
+    return unquote(split_query(uri)[0].partition("://")[2].partition("/")[2])
+
+
+def list_below(uri: str, path: str, inner: Iterable[str]) -> list[str]:
+    """Return the paths or URIs of files in a folder, with the server, credentials and query of the folder's URI.
+
+    Args:
+        uri: Path or URI of the folder, or of the only file.
+        path: Its path in its filesystem (`open_filesystem`).
+        inner: Paths of the files in that filesystem.
+    """
+    if "://" not in uri:
+        return list(inner)
+    base, query = split_query(uri)
+    return [base + quote(each.removeprefix(path), safe="/=:@!$&'()*+,;~") + query for each in inner]
 
 
 def get_sibling(uri: str, name: str) -> str:

@@ -14,7 +14,9 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
+from raytrec.common.storage import extract_path
 from raytrec.config.features import set_draw_rows
+from raytrec.config.transforms import Hash, LookupVocabulary
 from raytrec.data.arrow import empty_table, find_common_type, is_list, is_text, plain, select_schema
 from raytrec.data.files.footers import FooterStatistics, explain_empty_tasks, read_footer
 from raytrec.data.files.listing import Listing, join_folder_names, list_files
@@ -136,7 +138,7 @@ class Dataset:
         """
         steps: dict[int, list[RowGroup]] = {}
         first = 0
-        for _, members in groupby(self.groups, lambda group: group.path.rpartition("/")[0]):
+        for _, members in groupby(self.groups, lambda group: extract_path(group.path).rpartition("/")[0]):
             groups = list(members)
             steps.setdefault(first // batch_rows, []).extend(groups)
             first += sum(group.rows for group in groups)
@@ -180,10 +182,7 @@ def scan(
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
-    # Folder keys used as hashed or managed ids are read as text. Otherwise, a new folder could turn a key's
-    # type from integer to text, which would change the hash of `4`.
-    schema = plan.schema
-    text = {schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
+    schema, text = plan.schema, _list_text_keys(plan)
     reserved = replace(plan.reserved, columns=tuple(dict.fromkeys([*plan.reserved.columns, *declared])))
     scan_form = ResolvedReadPlan(replace(plan, reserved=reserved), types=infer_folder_types(listing.files, text))
 
@@ -229,6 +228,20 @@ def scan(
     form = ResolvedReadPlan(plan, lists, types, from_folders)
     facts_of_all = tuple(left_out), suspect_groups, empty, constant, large, text_ids
     return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
+
+
+def _list_text_keys(plan: ReadPlan) -> set[str]:
+    """Return the columns that are read as text if they are folder keys: hashed ids, managed ids and known words.
+
+    Otherwise, a new folder could turn a key's type from integer to text, which would change the hash of `4`. Keys that
+    a transform hashes or looks up, and a feature or dense column requires as numbers, remain integers.
+    """
+    schema = plan.schema
+    ids_columns = {name: schema.get_ids_column(name) for name in schema.sparse}
+    written = {name for transform in plan.transforms for name in transform.writes}
+    hashed = {n for t in plan.transforms if isinstance(t, Hash | LookupVocabulary) for n in t.columns}
+    text = {column for name, column in ids_columns.items() if schema.tables[schema.sparse[name].table].takes_text}
+    return text | (hashed - ({*ids_columns.values(), *schema.dense} - written))
 
 
 @dataclass(frozen=True)
@@ -277,7 +290,7 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     footer = FooterStatistics(metadata, form)
     groups = {index: RowGroup(uri, index, group.num_rows) for index, group in footer.groups.items()}
     suspects = [groups[index] for index in footer.list_suspect_groups()]
-    facts = suspects, footer.list_exclusions(), footer.label_bounds(), footer.large_columns()
+    facts = suspects, footer.list_exclusions(), footer.label_bounds(parse_folder_values(uri)), footer.large_columns()
     text_ids = find_id_kinds(arrow, schema, footer)
     return _FileFacts(uri, types, form.from_folders, [*groups.values()], lists, text_ids, *facts)
 

@@ -122,7 +122,9 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     The features of a row name items as well: its target item, and histories that look up the same table. The relevant
     items include the target item, and seen items usually include most of a history. The check counts how many of
     these items a column contains, if its values are taken as values of each column of the items. It rejects a column
-    that matches another column of the items, and not the key. If no id feature is unique per item, nothing is checked.
+    that matches another column of the items, and not the key. Without histories, it rejects a column of seen items if
+    most of its values occur in another column of the items, and not in the key. If no id feature is unique per item,
+    nothing is checked.
 
     Args:
         section: Section eval.retrieval of the run.
@@ -150,9 +152,12 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         return  # the workers will raise or skip the same error when they read the rows
     for column, references in sources.items():
         known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
+        count = len(compute_row_keys([rows[column]])[1])
         for key in (section.item, *_find_id_columns(items)):
             pairs = _pairs(rows[column], read(key))
-            if not any(len(each) and np.isin(each, pairs).mean() > MIN_MATCHING_SHARE for each in known_pairs):
+            shares = [np.isin(each, pairs).mean() for each in known_pairs if len(each)]
+            shares = shares if references else [len(pairs) / max(1, count)]
+            if not any(share > MIN_MATCHING_SHARE for share in shares):
                 continue
             if key == section.item:
                 break

@@ -230,8 +230,8 @@ def _copy_vocabularies(target: ExportFolder, transforms: Sequence[Any]) -> list[
     copied = []
     for place, transform in enumerate(transforms):
         if uri := getattr(transform, "vocabulary", None):
-            name = f"vocabularies/{place}-{uri.rstrip('/').rpartition('/')[2]}"
             filesystem, path = open_filesystem(uri)
+            name = f"vocabularies/{place}-{path.rpartition('/')[2]}"
             with filesystem.open_input_stream(path) as stream:
                 target.write(name, [stream.read()])
             transform = transform.model_copy(update={"vocabulary": name})

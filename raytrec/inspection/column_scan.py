@@ -96,7 +96,7 @@ def scan_columns(uri: str, max_rows: int | None, also: dict[str, str], is_label:
             not_seen[part] = f"some of its files lack column {' and column '.join(sorted(missing))}"
         else:
             footers[part] = files
-    kinds = _infer_folder_columns({path: footer for files in footers.values() for path, footer in files.items()})
+    kinds = _infer_folder_columns({path: each for files in footers.values() for path, each in files.items()}, labels)
     columns = _unify_columns(footers, kinds)
     groups = {part: _groups(files) for part, files in footers.items()}
     if not sum(rows for *_, rows in groups[None]):
@@ -115,11 +115,11 @@ def _find_common_columns(footers: Footers) -> set[str]:
     return set.intersection(*names)
 
 
-def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
+def _infer_folder_columns(footers: Footers, labels: set[str]) -> dict[str, pa.DataType]:
     """Return a mapping from each key of key=value folders that becomes a column to its type.
 
-    A key becomes a column if it has several values, neither its name nor all values denote times, and at least
-    one file lacks a column of this name.
+    A key becomes a column if it is in `labels` or has several values, neither its name nor all values denote times, and
+    at least one file lacks a column of this name.
     """
     folder_values, kinds = collect_folder_values(footers), {}
     if not folder_values:
@@ -128,7 +128,7 @@ def _infer_folder_columns(footers: Footers) -> dict[str, pa.DataType]:
     for key, texts in folder_values.items():
         values = {text or "" for text in texts}
         is_time = key in TIMES or all(map(DATE_PATTERN.match, values))
-        if len(values) > 1 and not is_time and key not in file_columns:
+        if (len(values) > 1 or key in labels) and not is_time and key not in file_columns:
             kinds[key] = infer_folder_type(texts)
     return kinds
 
@@ -142,10 +142,10 @@ def _unify_columns(footers: dict[str | None, Footers], kinds: dict[str, pa.DataT
             stored = (field for field in footer.schema.to_arrow_schema() if field.name not in kinds)
             schemas.append((part, path, pa.schema([*stored, *added])))
     names = dict.fromkeys(name for *_, schema in schemas for name in leaf_names(schema))
-    return [_column(name, schemas) for name in names]
+    return [_column(name, schemas, name in kinds) for name in names]
 
 
-def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]]) -> ColumnStats:
+def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]], is_folder_key: bool) -> ColumnStats:
     """Return statistics without rows for a column, with its common type or the reason why it cannot be used.
 
     `schemas` contains (name of validation or test data, or None for training data; path; schema) for each file.
@@ -165,7 +165,7 @@ def _column(name: str, schemas: list[tuple[str | None, str, pa.Schema]]) -> Colu
             types.setdefault(type_at(schema, place), path)
     base, is_list, mixed = _unify_types([] if ambiguous else list(types))
     kind = next((t for t in types if ambiguous or _base_type(t)[0] != "null"), next(iter(types)))
-    column = ColumnStats(name, str(kind), base, is_list, {str(t): p for t, p in types.items()}, mixed)
+    column = ColumnStats(name, str(kind), base, is_list, is_folder_key, {str(t): p for t, p in types.items()}, mixed)
     column.stats_by_part = {
         part: replace(column, few=None, stats_by_part={}) for part in missing if part and not missing[part]
     }

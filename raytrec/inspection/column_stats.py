@@ -34,6 +34,7 @@ class ColumnStats:
         type: Arrow type of the column, as text.
         base: Kind of the values, also inside lists: integer, float, bool, decimal, text, time, null or other.
         is_list: True if the column contains lists.
+        is_folder_key: True if the values are in the names of key=value folders.
         types: Arrow type as text → path of the first file with this type.
         mixed: True if values must be cast because files have different types.
         trouble: Reason why the column cannot be used, or None.
@@ -60,6 +61,7 @@ class ColumnStats:
     type: str
     base: str
     is_list: bool
+    is_folder_key: bool = False
     types: dict[str, str] = field(default_factory=dict)
     mixed: bool = False
     trouble: str | None = None

@@ -8,9 +8,10 @@ from functools import cache
 from statistics import NormalDist
 
 import numpy as np
+import pyarrow as pa
 
 from raytrec.config.schema_parts import Scale, to_table_name
-from raytrec.data.ids import hash_integers
+from raytrec.data.ids import hash_integers, hash_text_bits
 from raytrec.inspection.column_roles import MAX_ID_RANGE_FACTOR, Finding, is_ordinal, words
 from raytrec.inspection.column_stats import MAX_EXACT_VALUES, ColumnStats, undo_log
 from raytrec.inspection.sketches import MAX_KEPT_HASHES, HotIds, count_distinct
@@ -59,6 +60,11 @@ class SharedTable:
         kind = "ordinal" if all(is_ordinal(f.stats) for f in self.members) else "id"
         kind = "text" if any(f.stats.base == "text" for f in self.members) else kind
         rows, out_of_range, self.comment = table_size(low, high, distinct, hot, kind, sampled)
+        if out_of_range == "hash" and kind != "text" and any(f.stats.is_folder_key for f in self.members):
+            ids, counts = hot.counts()  # training hashes the folder keys as text (fragments.py)
+            hot = HotIds()
+            hot.add(hash_text_bits(pa.array(ids.view(np.int64)).cast(pa.string())), counts)
+            rows, out_of_range, self.comment = table_size(low, high, distinct, hot, "text", sampled)
         return {"rows": rows, "out_of_range": out_of_range}
 
 

@@ -29,7 +29,7 @@ from raytrec.common.documents import to_json_document
 from raytrec.common.errors import ConfigError, DataError, convert_os_errors
 from raytrec.common.output_folder import OTHER_FOLDER_ADVICE, ClaimedFolder, compute_binding
 from raytrec.common.reading import UnreadableError, parse_json
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import extract_path, open_filesystem
 from raytrec.config.tasks import TowerName
 from raytrec.data.fragments import read_footer
 from raytrec.prediction.inputs import CarriedColumns, Span
@@ -109,7 +109,7 @@ class PredictionTask:
 
     Attributes:
         out: Path or URI of the output folder.
-        below: Folder to which the names of input files, and thus of output files, are relative.
+        below: Folder, from `check_output_folder`, to which the names of input and output files are relative.
         files: Path or URI of each readable input file → number of rows, including empty files.
         carried: Columns to carry over from the input.
         manifest: Manifest of the output folder.
@@ -133,7 +133,7 @@ class PredictionTask:
 
     def name_of(self, path: str) -> str:
         """Return the path of an input file's predictions, relative to `out`."""
-        return path.removeprefix(self.below).lstrip("/")
+        return extract_path(path).removeprefix(self.below).lstrip("/")
 
     def part_of(self, span: Span) -> str:
         """Return the path of the part with the predictions of one span, relative to `out`."""
@@ -257,15 +257,17 @@ def claim_prediction_folder(folder: PredictionFolder, manifest: Manifest) -> set
 def check_output_folder(out: str, data: str) -> str:
     """Check the output folder `out`, and return the folder to which the names of files in `data` are relative.
 
+    The result is a local path, or a path as returned by `extract_path`.
+
     Raises:
         ConfigError: `out` is the folder of the input file `data`, or the input folder `data` or a folder inside it.
         DataError: A path is not valid, or its store cannot be reached.
     """
     filesystem, source = open_filesystem(data)
     is_file = filesystem.get_file_info(source).is_file
-    below = source.rpartition("/")[0] if is_file else source
-    prefix = data.partition("://")[0] + "://" if "://" in data else ""
-    folder, (_, target) = below, open_filesystem(out)
+    place = extract_path(data) if "://" in data else source
+    below, folder = (each.rpartition("/")[0] if is_file else each for each in (place, source))
+    _, target = open_filesystem(out)
     if filesystem.type_name == "local":
         folder, target = os.path.realpath(folder), os.path.realpath(target)
     is_inside = target == folder if is_file else f"{target}/".startswith(f"{folder.rstrip('/')}/")
@@ -275,7 +277,7 @@ def check_output_folder(out: str, data: str) -> str:
             where=f"--out {out}",
             expected="a folder outside the input data",
         )
-    return prefix + below
+    return below
 
 
 def read_verified(uri: str) -> pa.Table:

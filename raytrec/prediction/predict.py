@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from raytrec.common.errors import DataError, RunError
 from raytrec.common.formatting import format_count
-from raytrec.common.storage import make_absolute
+from raytrec.common.storage import extract_path, make_absolute
 from raytrec.config.features import set_draw_rows
 from raytrec.config.overrides import Overrides, to_override_texts
 from raytrec.config.run_config import RunConfig
@@ -223,7 +223,7 @@ def _make_carried_columns(names: list[str], transforms: tuple[Transform, ...], f
 
 def _hash_input(dataset: Dataset, files: dict[str, int], below: str, config: RunConfig) -> str:
     """Return a hash of the names and contents of the input files and of the transforms."""
-    names = sorted(f"{path.removeprefix(below)} {rows}" for path, rows in files.items())
+    names = sorted(f"{extract_path(path).removeprefix(below)} {rows}" for path, rows in files.items())
     transforms = [str(transform.model_dump(mode="json")) for transform in config.data.transforms]
     return hashlib.sha256("\n".join([fingerprint(identify_files(dataset)), *transforms, *names]).encode()).hexdigest()
 

@@ -14,6 +14,7 @@ from raytrec.cluster.session import starts_local_ray
 from raytrec.common.documents import find_document
 from raytrec.common.errors import ConfigError, RaytrecError
 from raytrec.common.messages import METRICS, Eval, Final
+from raytrec.common.storage import join_uri
 from raytrec.config.run_config import RunConfig
 from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
@@ -295,5 +296,5 @@ def make_trial_config(base: RunConfig, drawn_values: dict[str, Any], number: int
     if _has_validation_data(config):
         config.data.test = None
     if config.checkpoint.dir:
-        config.checkpoint.dir = f"{config.checkpoint.dir.rstrip('/')}/{folder.name}"
+        config.checkpoint.dir = join_uri(config.checkpoint.dir, folder.name)
     return resolve(config, base.run.name)

@@ -3,7 +3,7 @@
 import pytest
 
 from raytrec.common.output_folder import ClaimedFolder
-from raytrec.common.storage import get_sibling, join_uri, split_query
+from raytrec.common.storage import extract_path, get_sibling, join_uri, list_below, split_query
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,30 @@ from raytrec.common.storage import get_sibling, join_uri, split_query
 def test_join_uri_inserts_names_before_the_query(folder, inside, neighbour):
     assert (join_uri(folder, "x"), get_sibling(folder, "x")) == (inside, neighbour)
     assert split_query(inside)[1] == split_query(folder)[1]
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("/data/a b?/x%20y.parquet", "/data/a b?/x%20y.parquet"),
+        ("s3://key:se=cr@bucket/train/day=1/a.parquet?region=eu/x=1", "train/day=1/a.parquet"),
+        ("gs://bucket/at=10%253A00/a%20b.parquet", "at=10%3A00/a b.parquet"),
+        ("s3://bucket", ""),
+    ],
+)
+def test_path_of_a_uri_is_decoded_without_bucket_and_query(uri, path):
+    assert extract_path(uri) == path
+
+
+def test_listed_files_keep_credentials_and_query_of_their_folder():
+    files = ["bucket/train/day=1/a.parquet", "bucket/train/at=10%3A00/a b#?.parquet"]
+    assert list_below(
+        "s3://key:secret@bucket/train/?endpoint_override=mine:9000&scheme=http", "bucket/train", files
+    ) == [
+        "s3://key:secret@bucket/train/day=1/a.parquet?endpoint_override=mine:9000&scheme=http",
+        "s3://key:secret@bucket/train/at=10%253A00/a%20b%23%3F.parquet?endpoint_override=mine:9000&scheme=http",
+    ]
+    assert list_below("/data", "/data", ["/data/a b.parquet"]) == ["/data/a b.parquet"]
 
 
 def test_output_folder_can_be_held_by_its_file_uri(tmp_path, monkeypatch):

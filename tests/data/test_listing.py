@@ -121,6 +121,32 @@ def test_links_into_table_formats_are_rejected(tmp_path, marker, target):
         list_files(str(tmp_path / "plain"), "data.train")
 
 
+def test_copied_hudi_partition_is_rejected(tmp_path):
+    write_files(tmp_path, "table/day=1/a.parquet")
+    (tmp_path / "table/day=1/.hoodie_partition_metadata").write_text("commitTime=1")
+    for place in ("table", "table/day=1"):
+        with pytest.raises(DataError, match="Hudi"):
+            list_files(str(tmp_path / place), "data.train")
+
+
+def test_tables_with_partitions_on_other_disks_are_rejected(tmp_path):
+    write_files(tmp_path, "disk/day=1/a.parquet", "plain/b.parquet")
+    write_marker(tmp_path / "table/_delta_log/00000000000000000000.json")
+    (tmp_path / "table/day=1").symlink_to(tmp_path / "disk/day=1")
+    (tmp_path / "plain/day=1").symlink_to(tmp_path / "table/day=1")
+    for place in ("table/day=1", "table/day=1/a.parquet", "plain"):
+        with pytest.raises(DataError, match="Delta Lake"):
+            list_files(str(tmp_path / place), "data.train")
+
+
+def test_deep_partitions_of_tables_are_rejected(tmp_path):
+    folder = "table/data/" + "/".join(f"key{n}={n}" for n in range(9))
+    write_files(tmp_path, f"{folder}/a.parquet")
+    write_marker(tmp_path / "table/metadata/v1.metadata.json")
+    with pytest.raises(DataError, match="Iceberg"):
+        list_files(str(tmp_path / folder), "data.train")
+
+
 @pytest.mark.parametrize("name", [b"\xff.parquet", b"day=\xff/a.parquet"])
 def test_non_utf8_file_names_are_rejected(tmp_path, name):
     write_files(tmp_path, "a.parquet")

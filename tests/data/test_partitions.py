@@ -1,15 +1,19 @@
 """Partition folders (key=value): order and ranges, and several root folders."""
 
+import re
+from urllib.parse import quote
+
 import parquet
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.config.transforms import Cast
+from raytrec.config.schema import Schema
+from raytrec.config.transforms import Cast, Hash, LookupVocabulary
 from raytrec.data.files.file_identity import fingerprint, identify_files
 from raytrec.data.files.listing import list_files
-from raytrec.data.files.partitions import NULL_PARTITION_VALUE
+from raytrec.data.files.partitions import NULL_PARTITION_VALUE, build_folder_column
 from raytrec.data.fragments import scan
 from raytrec.data.item_reader import read_item
 from raytrec.data.order import Order
@@ -180,6 +184,61 @@ def test_ids_from_the_path_are_hashed_as_text(tmp_path):
     second = scan(str(write_partitioned(tmp_path / "b", "user", ["4", "05"])), ReadPlan(schema))
     found = [read_all_rows(data)["ids"].to_pylist() for data in (first, second)]
     assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
+
+
+@pytest.mark.parametrize("do", ["hash", "lookup_vocabulary"])
+def test_hashed_and_looked_up_folder_keys_are_text(tmp_path, do):
+    (tmp_path / "words.txt").write_text("4\n5\n05\n")
+    transform = (
+        Hash(do="hash", columns=["user"], rows=40, into=["member"])
+        if do == "hash"
+        else LookupVocabulary(do=do, columns=["user"], vocabulary=str(tmp_path / "words.txt"), into=["member"])
+    )
+    sparse, tables = {"member": {"table": "member"}}, {"member": {"rows": 40, "dim": 8}}
+    schema = Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "schema")
+    first = scan(str(write_partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema, (transform,)))
+    second = scan(
+        str(write_partitioned(tmp_path / "b", "user", ["4", "05"])),
+        ReadPlan(schema, (transform,)),
+        trained=first.text_ids,
+    )
+    found = [read_all_rows(data)["ids"].to_pylist() for data in (first, second)]
+    assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
+
+
+def test_hashed_folder_key_of_a_plain_table_remains_an_integer(tmp_path):
+    schema = parquet.tiny_schema(sparse={"member": {"table": "user"}})
+    transform = Hash(do="hash", columns=["user"], rows=40, into=["member"])
+    data = scan(str(write_partitioned(tmp_path, "user", ["4", "5"])), ReadPlan(schema, (transform,)))
+    assert {ids[0] for ids in read_all_rows(data)["ids"].to_pylist()} == {4, 5}
+
+
+@pytest.mark.parametrize(
+    "value, kind",
+    [("04", pa.int64()), ("abc", pa.int64()), ("300", pa.int8()), ("x", pa.float64()), ("2026", pa.date32())],
+)
+def test_unsuitable_folder_values_are_rejected(value, kind):
+    with pytest.raises(DataError, match=re.escape(f"value '{value}' of the folder key 'k' is not of type {kind}")):
+        build_folder_column(f"lake/k={value}/a.parquet", "k", kind, 2)
+
+
+def test_constant_label_from_the_path_is_noticed(tmp_path):
+    schema = ReadPlan(SCHEMA)
+    assert scan(str(write_partitioned(tmp_path / "a", "label", [1])), schema).constant_labels == {"label": 1.0}
+    assert scan(str(write_partitioned(tmp_path / "b", "label", [0, 1])), schema).constant_labels == {}
+
+
+@pytest.mark.parametrize("query", ["", "?region=eu/day=9"])
+def test_files_of_a_uri_are_read_with_its_query_and_special_characters(tmp_path, query):
+    write_folders(tmp_path / "a b", ["at=10%3A00 #1?", "at=é"], rows=2)
+    plan = ReadPlan(SCHEMA, reserved=ReservedColumnSet(("at",)))
+    data = scan(f"file://{quote(str(tmp_path / 'a b'))}{query}", plan)
+    assert all(group.path.endswith(f"/a=b.parquet{query}") for group in data.groups)
+    assert set(read_all_rows(data)["reserved.at"].to_pylist()) == {"10:00 #1?", "é"}
+    local = scan(str(tmp_path / "a b"), plan)
+    assert fingerprint(identify_files(data)) == fingerprint(identify_files(local))
+    with pytest.raises(DataError, match="2 files would be read more than once"):
+        scan([data.uri, f"file://{quote(str(tmp_path / 'a b'))}"], plan)
 
 
 def test_swapped_label_folders_change_the_fingerprint(tmp_path):

@@ -107,6 +107,21 @@ def test_seen_column_may_differ_from_the_history(folder, tmp_path):
     open_retrieval_data(tmp_path, item="item", seen=["bought"], right_items="right_items")
 
 
+def test_seen_items_of_rows_without_histories_are_checked(folder, tmp_path):
+    table, items = pq.read_table(folder / "test"), pq.read_table(folder / "items")
+    far = [[1000 + item for item in row] for row in table["seen"].to_pylist()]
+    table = table.drop("history").append_column("seen_sku", pa.array(far, pa.list_(pa.int64())))
+    replace_test_rows(folder, tmp_path, table)
+    (tmp_path / "items").unlink()
+    (tmp_path / "items").mkdir()
+    skus = pa.array([1000 + item for item in items["item"].to_pylist()])
+    pq.write_table(items.append_column("sku", skus), tmp_path / "items/a.parquet")
+    chosen = {"item": "item", "right_items": "right_items"}
+    open_retrieval_data(tmp_path, {"name": "mf"}, seen=["seen"], **chosen)
+    with pytest.raises(DataError, match="'seen_sku' refers to items by 'sku', not by 'item'"):
+        open_retrieval_data(tmp_path, {"name": "mf"}, seen=["seen_sku"], **chosen)
+
+
 def test_task_column_with_item_lists_is_rejected(folder, tmp_path):
     table = pq.read_table(folder / "test")
     replace_test_rows(folder, tmp_path, table.drop("item").append_column("item", table["right_items"]))

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from any_parquet import read_with_schema_text, write
 from inspected import inspect_columns
@@ -189,3 +190,22 @@ def test_requests_with_unseen_values_are_read(tmp_path):
     sparse = Collator(reader.form, None)([reader.read(to_table(asked, reader.columns))], 3, 3).sparse
     assert [ids.tolist() for ids in sparse["age"].to_dense()] == [[90], [0], []]
     assert [ids.tolist() for ids in sparse["user_id"].to_dense()] == [[300], [0], [299]]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_frequent_folder_values_have_no_collisions(tmp_path, seed):
+    made = np.random.default_rng(seed)
+    for value in made.integers(100_000, 99_999_999, 200):
+        (tmp_path / f"zip_id={value}").mkdir()
+        table = pa.table({"label": made.integers(0, 2, 4), "age": made.random(4)})
+        pq.write_table(table, tmp_path / f"zip_id={value}/a.parquet")
+    found = inspect(str(tmp_path))
+    assert "frequent values do not share a row" in found.schema_yaml()
+    batch = collate_table(*read_canonical_rows(tmp_path, ReadPlan(found.schema)))
+    assert len(set(batch.sparse["zip_id"].values().tolist())) == 200
+
+
+def test_constant_label_in_folder_names_can_be_named(tmp_path):
+    (tmp_path / "click=1").mkdir()
+    pq.write_table(pa.table({"user_id": [1, 2], "age": [0.5, 1.5]}), tmp_path / "click=1/a.parquet")
+    assert inspect(str(tmp_path), labels=["click"]).schema.labels == ["click"]

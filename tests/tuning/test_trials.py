@@ -60,6 +60,8 @@ def test_trial_config_has_drawn_values_and_no_test_data():
     assert config.optim.dense.lr == 0.5 and config.model.name == "dcn" and config.run.seed == 3
     assert (config.run.name, config.run.dir) == ("search-002", "/runs/search/trial-002")
     assert config.checkpoint.dir == "/checkpoints/trial-002"
+    base.checkpoint.dir = "s3://bucket/checkpoints?region=eu-north-1"
+    assert make_trial_config(base, {}, 2).checkpoint.dir == "s3://bucket/checkpoints/trial-002?region=eu-north-1"
     assert config.data.test is None and config.data.valid == "/d/valid"
     assert config.tracking.parent_run == "search" and not config.tracking.report
     assert config.tracking.uri == base.tracking.uri

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.formatting import format_count
 from raytrec.common.reading import retry_read, storage_hint
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import extract_path, open_filesystem
 from raytrec.config.features import resolve_input_columns
 from raytrec.config.transforms import VOCABULARY_TRANSFORMS
 from raytrec.data.files.partitions import parse_folder_values
@@ -174,7 +174,7 @@ def _identify_file(form: ResolvedReadPlan, share: int, path: str, groups: list[l
         pieces = _whole_file_range(size) if is_whole else _choose_samples(footer, size, form, samples, number)
         folders = "".join(f"{k}={v}/" for k, v in parse_folder_values(path).items() if k in form.from_folders)
         digest = hashlib.sha256(footer).hexdigest()
-        name, version = folders + path.rpartition("/")[2], _read_object_version(file)
+        name, version = folders + extract_path(path).rpartition("/")[2], _read_object_version(file)
         return FileIdentity(name, groups, size, digest, _digest(file, pieces), is_whole, modified_ns, version)
 
     return _read_with_retry(path, read)

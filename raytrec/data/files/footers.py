@@ -8,7 +8,7 @@ error can name the row. This module does not import torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -159,13 +159,21 @@ class FooterStatistics:
         ]
         return [{why for i, why, excludes in conditions if excludes(group.column(i))} for group in self.groups.values()]
 
-    def label_bounds(self) -> dict[str, set[float]]:
+    def label_bounds(self, folder_values: Mapping[str, str | None]) -> dict[str, set[float]]:
         """Return a mapping from label to the set of its smallest and largest value; empty if all values are null.
 
-        Row groups without statistics of numbers, and labels that a transform writes or folder names contain, are
-        assumed to contain UNKNOWN_BOUNDS.
+        Row groups without statistics of numbers, and labels that a transform writes, are assumed to contain
+        UNKNOWN_BOUNDS.
+
+        Args:
+            folder_values: Keys and values of the file's key=value folders.
         """
-        return {name: self._find_label_bounds(name) for name in self._form.plan.labels}
+        return {
+            name: _parse_bound(folder_values[name])
+            if name in self._form.from_folders and name not in self._written
+            else self._find_label_bounds(name)
+            for name in self._form.plan.labels
+        }
 
     def large_columns(self) -> dict[str, float]:
         """Return a mapping from dense column to its largest absolute value, if it exceeds MAX_UNSCALED_VALUE.
@@ -265,6 +273,14 @@ def _has_invalid_values(chunk: pq.ColumnChunkMetaData, allowed: tuple[float, flo
         return True
     bounds = _bounds(chunk) if allowed else None
     return bool(bounds and (bounds[0] < allowed[0] or bounds[1] > allowed[1]))
+
+
+def _parse_bound(text: str | None) -> set[float]:
+    """Return the set of a label's only value, given as text; empty for None, UNKNOWN_BOUNDS if it is not a number."""
+    try:
+        return set() if text is None else {float(text)}
+    except ValueError:
+        return set(UNKNOWN_BOUNDS)
 
 
 def _bounds(chunk: pq.ColumnChunkMetaData) -> tuple[Any, Any] | None:

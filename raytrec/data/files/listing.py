@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.formatting import format_count
-from raytrec.common.storage import open_filesystem
+from raytrec.common.storage import extract_path, list_below, open_filesystem
 from raytrec.config.data import to_folder_list
 from raytrec.data.files.partitions import (
     ALL_PARTITIONS,
@@ -28,6 +28,7 @@ from raytrec.data.files.partitions import (
 PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
 TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
+MAX_LINKS = 40  # maximum number of links that lead from one to the next, as in Linux
 MAX_NAMES_PER_REASON = 100  # maximum number of names per reason in the run folder
 UNREADABLE_KINDS = "pipes, devices, broken links, files without permission, or names that are not UTF-8"
 REASON_UNREADABLE = f"unreadable: {UNREADABLE_KINDS}"
@@ -82,7 +83,7 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         for why, paths in listing.left_out.items():
             left_out[why] += paths
     if len(to_folder_list(places)) > 1:
-        counts = Counter(file if "://" in file else os.path.realpath(file) for file in files)
+        counts = Counter(_locate(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
                 f"{format_count(len(duplicates), 'file')} would be read more than once, such as {duplicates[0]}",
@@ -91,6 +92,14 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
                 do="list each folder once, and omit folders and files inside another listed folder",
             )
     return Listing(tuple(files), dict(left_out))
+
+
+def _locate(file: str) -> str:
+    """Return a text that is equal for two paths or URIs of one file, which may differ in links or credentials."""
+    if "://" not in file:
+        return os.path.realpath(file)
+    scheme, _, place = file.partition("://")
+    return f"{scheme}://{place.partition('/')[0].rpartition('@')[2]}/{extract_path(file)}"
 
 
 def join_folder_names(places: str | list[str]) -> str:
@@ -124,16 +133,16 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
             entries = _list_local_folder(path, linked, left_out) if local else _list_store(filesystem, path)
     except OSError as error:
         raise DataError(f"cannot access or list the path: {error}", where=where, expected="a readable path") from None
-    top = os.path.realpath(path) if local else path
+    top = os.path.abspath(path) if local else path
     check_no_table_format(filesystem, top, (found for found, *_ in entries), where, prefix)
-    for folder in sorted(linked):
+    for folder in sorted(linked | _find_target_parents(top) if local else ()):
         check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
         if any(between):
             what, expected = "a single file has no partitions to select from", "a folder of key=value folders"
             do = "remove data.partitions, or set data.train to a folder"
             raise DataError(what, where=f"data.partitions, {where}", expected=expected, do=do)
-        return Listing((prefix + path,))
+        return Listing(tuple(list_below(uri, path, [path])))
     files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:
         raise DataError(
@@ -147,7 +156,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         left_out[REASON_OUTSIDE_PARTITIONS] += set(files) - set(chosen)
         files = chosen
     return Listing(
-        tuple(prefix + file for file in files),
+        tuple(list_below(uri, path, files)),
         {why: [prefix + file for file in sorted(paths)] for why, paths in left_out.items() if paths},
     )
 
@@ -164,7 +173,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
 
     Args:
         root: Path of the folder.
-        linked: Set that receives the parent folders of the targets of symbolic links.
+        linked: Set that receives the folders of `_find_target_parents` for each symbolic link.
         left_out: Reason → paths; receives the entries that are reached a second time through links.
     """
     entries: list[ListedFile] = []
@@ -192,7 +201,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
     while pending_folders or pending_links:
         if not pending_folders:
             link = pending_links.popleft()
-            linked.add(os.path.dirname(os.path.realpath(link)))
+            linked.update(_find_target_parents(link))
             visit(link, True)
             continue
         for entry in sorted(os.scandir(pending_folders.popleft()), key=lambda entry: entry.name):
@@ -204,6 +213,17 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
                 visit(entry.path, False)
     decoded = [(to_utf8(path), path, size) for path, size in entries]
     return [(text, size if text == path else None) for text, path, size in decoded]
+
+
+def _find_target_parents(link: str) -> set[str]:
+    """Return the parent folders of all paths through which a symbolic link leads, and of its final target."""
+    parents = {os.path.dirname(os.path.realpath(link))}
+    for _ in range(MAX_LINKS):
+        if not os.path.islink(link):
+            break
+        link = os.path.abspath(os.path.join(os.path.dirname(link), os.readlink(link)))
+        parents.add(os.path.dirname(link))
+    return parents
 
 
 def to_utf8(path: str) -> str:

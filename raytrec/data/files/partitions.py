@@ -16,6 +16,7 @@ import pyarrow as pa
 from pyarrow import fs
 
 from raytrec.common.errors import DataError
+from raytrec.common.storage import extract_path
 from raytrec.data.arrow import AmbiguousColumnError, find_column
 from raytrec.data.read_plans import ResolvedReadPlan
 
@@ -26,7 +27,6 @@ INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # at most 18 digits, canonical sp
 DIGITS = re.compile(r"-?[0-9]+")  # values compared as numbers, in any spelling
 
 
-MAX_PARENT_LEVELS = 7  # number of folders to search upwards: partition folders, one such as data/, and the table
 SPARK_CONVERSION = 'spark.read.format("{}").load("{{table}}").write.parquet("plain")'
 # Table format → (pattern of its records' path below the table, code that writes current rows as Parquet).
 TABLE_FORMATS = {
@@ -40,7 +40,7 @@ TABLE_FORMATS = {
         "pyarrow.parquet.write_table(pyiceberg.table.StaticTable.from_metadata(NEWEST_METADATA_JSON).scan()"
         '.to_arrow(), "plain.parquet"), or ' + SPARK_CONVERSION.format("iceberg"),
     ),
-    "a Hudi table": (r"\.hoodie", SPARK_CONVERSION.format("hudi")),
+    "a Hudi table": (r"\.hoodie(?:_partition_metadata)?", SPARK_CONVERSION.format("hudi")),
     "a Paimon table": (r"snapshot/(?:snapshot-\d+|EARLIEST|LATEST)", SPARK_CONVERSION.format("paimon")),
     "a transactional Hive table": (
         r"(?:base_\d{7,}(?:_v\d+)?|(?:delete_)?delta_\d{7,}_\d{7,}(?:_\d+)?(?:_v\d+)?)",
@@ -123,12 +123,12 @@ def _check_bound(bound: str) -> str:
 
 
 def parse_folder_values(path: str) -> dict[str, str | None]:
-    """Return the keys and values of the key=value folders in a path; None for NULL_PARTITION_VALUE.
+    """Return the keys and values of the key=value folders in a path or URI; None for NULL_PARTITION_VALUE.
 
     The innermost folder of a key counts.
     """
     values = {}
-    for part in path.split("/")[:-1]:
+    for part in extract_path(path).split("/")[:-1]:
         key, equals, value = part.partition("=")
         if equals and key:
             values[_percent_decode(key)] = None if value == NULL_PARTITION_VALUE else _percent_decode(value)
@@ -158,10 +158,24 @@ def infer_folder_type(values: Iterable[str | None]) -> pa.DataType:
 
 
 def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: int) -> pa.Array:
-    """Return a column of `rows` equal values: the value of folder key `name` in a path, as `kind` (None: string)."""
+    """Return a column of `rows` equal values: the value of folder key `name` in a path, as `kind` (None: string).
+
+    Raises:
+        DataError: The value cannot be converted to `kind`. For integers, it must match INTEGER, because 04 and 4 are
+            different values.
+    """
     text, kind = parse_folder_values(path)[name], kind or pa.string()
-    value = int(text) if text is not None and pa.types.is_integer(kind) else text
-    return pa.repeat(pa.scalar(value, kind), rows)
+    try:
+        if text and pa.types.is_integer(kind) and not INTEGER.fullmatch(text):
+            raise ValueError("the value is not a canonical integer")
+        return pa.repeat(pa.scalar(text, pa.string()).cast(kind), rows)
+    except (pa.ArrowException, ValueError):
+        raise DataError(
+            f"the value '{text}' of the folder key '{name}' is not of type {kind}",
+            where=path,
+            expected=f"folders {name}=VALUE with values of type {kind}",
+            do="rename the folder, or use other data",
+        ) from None
 
 
 def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[str, pa.DataType]:
@@ -178,7 +192,7 @@ def infer_folder_types(paths: Iterable[str], text: Container[str] = ()) -> dict[
 def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
     """Return a mapping from each key of the files' key=value folders to all its values (`parse_folder_values`)."""
     values: dict[str, set[str | None]] = {}
-    for folder in {path.rpartition("/")[0] for path in paths}:
+    for folder in {extract_path(path).rpartition("/")[0] for path in paths}:
         for key, value in parse_folder_values(f"{folder}/").items():
             values.setdefault(key, set()).add(value)
     return values
@@ -187,7 +201,7 @@ def collect_folder_values(paths: Iterable[str]) -> dict[str, set[str | None]]:
 def check_no_table_format(
     filesystem: fs.FileSystem, path: str, folder_entries: Iterable[str], where: str, prefix: str = ""
 ) -> None:
-    """Check that neither a path nor any of its nearest parents or subfolders is part of a table in a table format.
+    """Check that neither a path nor any of its parents or subfolders is part of a table in a table format.
 
     Args:
         filesystem: Filesystem of the folder.
@@ -199,7 +213,7 @@ def check_no_table_format(
     Raises:
         DataError: Records of a table format exist in one of these folders.
     """
-    ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)][:MAX_PARENT_LEVELS]
+    ancestors = [str(folder) for folder in (PurePosixPath(path), *PurePosixPath(path).parents)]
     folders = [f"{folder.rstrip('/')}/{name}" for folder in ancestors for name in RECORD_FOLDERS]
     with ThreadPoolExecutor(16) as pool:
         entries = [path for paths in pool.map(partial(_list_entries, filesystem), folders) for path in paths]
