@@ -115,7 +115,7 @@ class Output:
         Raises:
             OSError, ValueError: The marker does not exist, or is not valid JSON.
         """
-        return json.loads((self.folder / MARKER).read_text())
+        return json.loads((self.folder / MARKER).read_text(encoding="utf-8"))
 
     def finish(
         self,
@@ -132,9 +132,9 @@ class Output:
             comments: Comments in schema.yaml, as for Schema.to_yaml.
             **facts: Further facts to store in the marker.
         """
-        (self.partial / "schema.yaml").write_text(schema.to_yaml(comments))
+        (self.partial / "schema.yaml").write_text(schema.to_yaml(comments), encoding="utf-8")
         text = json.dumps({"options": self.options, "rows": rows, **facts}, indent=2)
-        (self.partial / MARKER).write_text(text + "\n")
+        (self.partial / MARKER).write_text(text + "\n", encoding="utf-8")
 
     def summary(self, job: str = "own", settings: Sequence[str] = (), lines: Sequence[str] = ()) -> None:
         """Print the number of rows in each split, further lines, and the next command on stderr.

@@ -85,7 +85,7 @@ class Jobs:
         environment = {"RAY_JOB_STOP_WAIT_TIME_S": str(int(patience))}
         environment |= {"RAYTREC_ROOT": root} if root else {}
         with code([*find_user_modules(config), *map(Path, include)], reserved_names=(name,)) as folder:
-            (folder / name).write_text(config.to_yaml())
+            (folder / name).write_text(config.to_yaml(), encoding="utf-8")
             command = f"python -m raytrec train {shlex.quote(name)} --resume-latest"
             return self.start(command, {"working_dir": str(folder), "env_vars": environment}, Path(name).stem)
 

@@ -235,7 +235,7 @@ class Driver:
         from raytrec.driver.prepare import resolve_config
 
         path = Path(mkdtemp(prefix="raytrec-")) / name
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
         self._config: RunConfig = _call_raising_raytrec_errors(resolve_config, path, [], resume_latest=True)[0]
         return self._config.run.dir
 

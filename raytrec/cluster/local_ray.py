@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from errno import EADDRNOTAVAIL
 from pathlib import Path
 from time import monotonic, sleep, time
 from typing import NoReturn
@@ -243,8 +244,8 @@ def start_head(root: Path, *, port: int, dashboard_port: int, client_port: int, 
     os.execve(python, arguments, os.environ | environment)
 
 
-def check_ports(ports: dict[str, int]) -> None:
-    """Check that a new cluster can listen on these ports, given as option → port.
+def check_ports(ports: dict[str, int], host: str = "127.0.0.1") -> None:
+    """Check that a process can listen on these ports of an address of this machine, given as option → port.
 
     Ray itself reports unusable ports in a traceback, or after a minute.
 
@@ -255,7 +256,7 @@ def check_ports(ports: dict[str, int]) -> None:
     for option, port in ports.items():
         if (other := options.setdefault(port, option)) != option:
             raise RunError(f"port {port} is used twice", where=f"{other}, {option}", expected="two different ports")
-        if why := _explain_unusable_port(port):
+        if why := _explain_unusable_port(port, host):
             raise RunError(
                 f"port {port} cannot be used: {why}",
                 where=f"{option} {port}",
@@ -265,15 +266,16 @@ def check_ports(ports: dict[str, int]) -> None:
             )
 
 
-def _explain_unusable_port(port: int) -> str | None:
+def _explain_unusable_port(port: int, host: str) -> str | None:
     if not 1024 <= port <= 65535:
         return "it is outside the range of ports that a user may listen on"
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # recently closed ports count as free
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError as error:
-            return error.strerror
+            is_elsewhere = isinstance(error, socket.gaierror) or error.errno == EADDRNOTAVAIL  # on another node
+            return None if is_elsewhere else error.strerror
     return None
 
 

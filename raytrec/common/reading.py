@@ -109,10 +109,16 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text; NaN and Infinity are accepted.
 
     Raises:
-        UnreadableError: The text is not valid JSON, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
+        UnreadableError: The text is not valid JSON, contains half of a surrogate pair, or has more than
+            `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
+    marks = (b"\\u", b"\xed") if isinstance(text, bytes) else ("\\u",)
     try:
         values = json.loads(text)
+        if any(mark in text for mark in marks):  # type: ignore[operator]
+            json.dumps(
+                values, ensure_ascii=False
+            ).encode()  # raises for a surrogate, which no file name or output can have
     except RecursionError:
         raise UnreadableError(f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting") from None
     except ValueError as error:

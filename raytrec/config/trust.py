@@ -98,7 +98,7 @@ def mark_as_own(file: Path) -> None:
     key. The file is not marked if the key or the mark cannot be stored, e.g. in a read-only home or on a full disk.
     """
     with suppress(OSError, RuntimeError):
-        file.with_name(file.name + MARK).write_text(_compute_mac(file, _read_key(create=True)))
+        file.with_name(file.name + MARK).write_text(_compute_mac(file, _read_key(create=True)), encoding="ascii")
 
 
 def is_own_file(file: Path) -> bool:

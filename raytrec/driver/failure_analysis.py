@@ -138,7 +138,8 @@ def write_traceback(error: Exception, config: RunConfig) -> str:
     path, logs = Path(config.run.dir) / "error.txt", find_log_folder()
     try:
         stderr_tails = read_stderr_tails(logs) if logs else ""
-        path.write_text(hide("".join(traceback.format_exception(error)) + stderr_tails))
+        text = hide("".join(traceback.format_exception(error)) + stderr_tails)
+        path.write_bytes(text.encode(errors="backslashreplace"))  # file names need not be UTF-8
     except OSError as os_error:
         return f"the traceback could not be written to {path}: {os_error.strerror}"
     return f"the traceback is in {path}"

@@ -111,7 +111,7 @@ class MlflowRun:
                 if not embed:
                     artifact = Path(scratch, "export.json")
                     about = {"uri": export, "version": manifest.version, "checksum": manifest.checksum}
-                    artifact.write_text(json.dumps(about))
+                    artifact.write_text(json.dumps(about), encoding="utf-8")
                 logged = mlflow.MlflowClient().create_logged_model(
                     self.experiment_id, MODEL_NAME, self.run_id, params={"version": manifest.version}
                 )

@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Literal
+from datetime import datetime
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from raytrec.common.documents import read_document
 from raytrec.config.base import NonNegativeInt, PositiveInt, Section
@@ -127,6 +128,13 @@ class ExportSource(Section):
     """Version of torch that wrote the export."""
 
 
+def _check_time(text: str) -> str:
+    """Return an ISO time, or raise ValueError if it is invalid or has no time zone."""
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError(f"the time {text} has no time zone")
+    return text
+
+
 class Manifest(Section):
     """Content of an export, as written to manifest.json.
 
@@ -147,7 +155,7 @@ class Manifest(Section):
     """
 
     format: Literal[1] = EXPORT_FORMAT
-    made: str
+    made: Annotated[str, AfterValidator(_check_time)]
     """Time of the export: UTC, ISO 8601."""
     source: ExportSource
     data_schema: Schema = Field(alias="schema")
@@ -229,8 +237,12 @@ class Manifest(Section):
 
 def format_version(run: str, step: int, checksum: str) -> str:
     """Return the name of an export in responses, RUN-STEP-CHECKSUM (8 digits); RUN is reduced to [A-Za-z0-9_.-]."""
-    name = re.sub(r"[^\w.-]", "_", run, flags=re.ASCII)
-    return f"{name}-{step}-{checksum[:8]}"
+    return f"{to_plain_name(run)}-{step}-{checksum[:8]}"
+
+
+def to_plain_name(text: str) -> str:
+    """Return a text with each character other than [A-Za-z0-9_.-] replaced by _."""
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)
 
 
 def read_manifest(uri: str) -> Manifest:

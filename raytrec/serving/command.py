@@ -54,10 +54,11 @@ def serve(service_options: ServiceOptions, address: str | None = None, replicas:
     if service_options.follow and service_options.promote_from:
         what, where = "a service that follows a run does not accept promotions", "--promote-from"
         raise ConfigError(what, where=where, expected="either --follow or --promote-from")
-    wait_for_port(service_options.port)
+    place = service_options.port, service_options.host
+    wait_for_port(*place)
     if service_options.follow:
         wait_for_full_export(service_options.uri)
-        wait_for_port(service_options.port)  # another service may have started meanwhile
+        wait_for_port(*place)  # another service may have started meanwhile
     service_options = service_options.fill_name()
     token = None if service_options.no_token else read_token(service_options.name)
     from raytrec.cluster.session import ray_session, starts_local_ray
@@ -132,8 +133,8 @@ def check_is_stream(folder: str) -> None:
     raise RunError(what, where=folder, expected=expected, do=do)
 
 
-def wait_for_port(port: int) -> None:
-    """Check that a port is free. Wait up to PORT_TIMEOUT_S if a service of this user may be ending on the port.
+def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
+    """Check that a port of an address is free. Wait up to PORT_TIMEOUT_S if a service of this user may be ending on it.
 
     Raises:
         RunError: The port cannot be used, at once or after the wait.
@@ -141,9 +142,9 @@ def wait_for_port(port: int) -> None:
     deadline, waits = monotonic() + PORT_TIMEOUT_S, False
     while True:
         try:
-            return check_ports({"--port": port})
+            return check_ports({"--port": port}, host)
         except RunError:
-            if monotonic() > deadline or port < 1024 or not _is_shared(port):
+            if monotonic() > deadline or port < 1024 or not _is_shared(port, host):
                 raise
         if not waits:
             print(f"waiting      up to {PORT_TIMEOUT_S} s for a service on port {port} to end", flush=True)
@@ -151,12 +152,13 @@ def wait_for_port(port: int) -> None:
         sleep(0.2)
 
 
-def _is_shared(port: int) -> bool:
+def _is_shared(port: int, host: str) -> bool:
     """Return True if the port is free or held only by processes of this user that share it (SO_REUSEPORT)."""
-    with socket.socket() as probe, suppress(OSError, OverflowError):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe, suppress(OSError, OverflowError):
         for option in (socket.SO_REUSEPORT, socket.SO_REUSEADDR):
             probe.setsockopt(socket.SOL_SOCKET, option, 1)
-        probe.bind(("127.0.0.1", port))
+        probe.bind((host, port))
         return True
     return False
 

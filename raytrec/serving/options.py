@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, ValidationError
 
 from raytrec.cluster.access import load_or_create_token
-from raytrec.common.errors import DataError, RunError, convert_os_errors
+from raytrec.common.errors import ConfigError, DataError, RunError, convert_os_errors
 from raytrec.common.storage import make_absolute
 from raytrec.config.base import Number, Section
-from raytrec.scoring.manifest import read_manifest
+from raytrec.scoring.manifest import read_manifest, to_plain_name
 
 TOKEN = "RAYTREC_SERVE_TOKEN"
 Location = Annotated[str, AfterValidator(lambda place: place and make_absolute(place))]  # local path or URI
@@ -52,7 +52,7 @@ class ServiceOptions(Section):
     """fail: requests get status 503 if a shard does not respond; zeros: the vectors of that shard are 0."""
 
     def fill_name(self) -> ServiceOptions:
-        """Return the options with a name; the default is the run's name.
+        """Return the options with a name; the default is the run's name, reduced to [A-Za-z0-9_.-].
 
         Raises:
             RunError: There is no export, or no folder of deltas; raised only if there is no name.
@@ -62,11 +62,11 @@ class ServiceOptions(Section):
 
     def _read_run(self) -> str:
         if not self.follow:
-            return read_manifest(self.uri).source.run
+            return to_plain_name(read_manifest(self.uri).source.run)
         from raytrec.deltas.chain import find_stream
 
         if stream := find_stream(self.uri):
-            return stream.run
+            return to_plain_name(stream.run)
         what, expected = "no run has written deltas to this folder", "a run's export.deltas.to folder"
         raise RunError(what, where=self.uri, expected=expected)
 
@@ -97,7 +97,18 @@ class Promotion(Section):
 
 
 def token_file(name: str) -> Path:
-    """Return the path of this user's file with the token of a service."""
+    """Return the path of this user's file with the token of a service.
+
+    Raises:
+        ConfigError: The name contains a slash or characters that are not printable.
+    """
+    if "/" in name or not name.isprintable():
+        raise ConfigError(
+            f"{name!r} is not a valid name of a service",
+            where="--name",
+            expected="printable characters other than /",
+            do="choose another name",
+        )
     home = os.environ.get("XDG_CONFIG_HOME")
     return (Path(home) if home else Path.home() / ".config") / "raytrec" / f"serve-{name}.token"
 

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread, get_ident, main_thread
 from time import monotonic
@@ -17,8 +18,9 @@ from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 T = TypeVar("T")
 REPLY_TIMEOUT_S = 10.0  # timeout for replies from the coordinator
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of the package raytrec; a checkout may have any name
-# A thread with a frame in one of these files is waiting for other ranks.
-WAITING_FILE_PARTS = ("torch/distributed/", "torchrec/distributed/", "torch/autograd/graph.py")
+TORCH, TORCHREC = (Path(find_spec(name).origin).parent for name in ("torch", "torchrec"))  # type: ignore
+# A thread with a frame in one of these files, or in a file below these folders, is waiting for other ranks.
+WAITING_FILES = (f"{TORCH}/distributed/", f"{TORCHREC}/distributed/", f"{TORCH}/autograd/graph.py")
 
 
 class Heartbeat:
@@ -176,7 +178,7 @@ def _locate_thread(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE) and not waiting:
-        waiting = any(part in frame.f_code.co_filename for part in WAITING_FILE_PARTS)
+        waiting = frame.f_code.co_filename.startswith(WAITING_FILES)
         frame = frame.f_back
     if innermost is None:
         return "", False

@@ -6,7 +6,8 @@ from ray.train.v2.api.exceptions import ControllerError, WorkerGroupError
 
 from raytrec.common.errors import DataError
 from raytrec.common.messages import Restart
-from raytrec.driver.failure_analysis import FailureKind, extract_main_line, find_cause
+from raytrec.config.run_config import RunConfig
+from raytrec.driver.failure_analysis import FailureKind, extract_main_line, find_cause, write_traceback
 
 GLOO_ERROR = RuntimeError("[../third_party/gloo/gloo/pair.cc:547] Connection closed by peer [127.0.0.1]")
 OURS = DataError("label 'y' is 7", where="part-0.parquet")
@@ -151,3 +152,13 @@ def test_coordinator_reports_the_cause_to_the_driver(coordinator):
     (event,) = ray.get(coordinator.get.remote(1))
     assert event.details["cause"] == "rank 1 died: its process was killed or crashed"
     assert event.details["again"] and ray.get(coordinator.cause.remote()) == event.details["cause"]
+
+
+@pytest.mark.parametrize("text", ["Größe – 名前", "file \udcff.parquet"])
+def test_traceback_of_any_text_is_written(tmp_path, text):
+    config = RunConfig.model_validate({"data": {"train": "x"}, "run": {"dir": str(tmp_path)}})
+    try:
+        raise KeyError(text)
+    except KeyError as error:
+        assert write_traceback(error, config) == f"the traceback is in {tmp_path / 'error.txt'}"
+    assert "KeyError" in (tmp_path / "error.txt").read_text(encoding="utf-8")

@@ -8,6 +8,8 @@ from contextlib import nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from exports import train_for_export
 from test_models import ModelCase
@@ -15,6 +17,7 @@ from test_models import ModelCase
 import raytrec
 from raytrec.common.errors import ConfigError, RunError
 from raytrec.common.output_folder import ClaimedFolder
+from raytrec.config.transforms import Sample
 from raytrec.exporting.export_folder import ExportFolder
 
 exporting = import_module("raytrec.exporting.export")
@@ -122,3 +125,15 @@ def test_export_accepts_an_identical_concurrent_export(run, tmp_path, monkeypatc
     monkeypatch.setattr(ExportFolder, "commit", after_another)
     raytrec.export(run, out)
     assert raytrec.load(out, check_tables=True).check() <= 1e-6
+
+
+def test_vocabulary_of_a_uri_is_copied_without_its_query(tmp_path):
+    pq.write_table(pa.table({"item": ["a", "b"], "count": [1, 2]}), tmp_path / "items.parquet")
+    uri = f"file://{tmp_path}/items.parquet?region=eu-north-1"
+    sample = Sample(do="sample", column="negatives", count=3, vocabulary=uri, frequency="count")
+    target = ExportFolder(str(tmp_path / "out"), "raytrec export", "binding", "request")
+    with target.folder.hold():
+        (copied,) = exporting._copy_vocabularies(target, [sample])
+    assert copied.vocabulary == "vocabularies/0-items.parquet"
+    assert Sample.model_validate(copied.model_dump()) == copied
+    assert pq.read_table(tmp_path / "out" / copied.vocabulary).num_rows == 2

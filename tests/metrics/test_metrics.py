@@ -12,6 +12,7 @@ from small import make_small_schema
 
 from raytrec.common.errors import ConfigError
 from raytrec.config.tasks import TaskSection
+from raytrec.metrics.builtin import errors
 from raytrec.metrics.registry import METRICS, SumMetric, find_metric, metric
 from raytrec.metrics.selection import Selection, read_metric_displays
 from raytrec.metrics.sums import MetricSums
@@ -81,7 +82,7 @@ def compute_reference(logits, labels, weights):
 
 @pytest.mark.slow
 def test_metric_sums_equal_torchrecs():
-    """The sums equal, bit for bit, TorchRec's functions on the pending steps, summed in float64."""
+    """The sums equal TorchRec's functions on the pending steps, summed in float64."""
     from torchrec.metrics.calibration import compute_calibration, get_calibration_states
     from torchrec.metrics.ne import compute_logloss, compute_ne, get_ne_states
 
@@ -94,8 +95,16 @@ def test_metric_sums_equal_torchrecs():
         total += torch.stack([value.double() for value in (*ne.values(), *calibration.values())])
     entropy, rows, positive, negative, predicted, labelled = total
     assert figures["logloss"] == float(compute_logloss(entropy, positive, negative, 1e-12)) * log(2)
-    assert figures["ne"] == float(compute_ne(entropy, rows, positive, negative, 1e-12))
+    assert figures["ne"] == pytest.approx(float(compute_ne(entropy, rows, positive, negative, 1e-12)), rel=1e-14)
     assert figures["calibration"] == float(compute_calibration(predicted, labelled))
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-13, 1e-30])
+def test_log_loss_and_ne_do_not_depend_on_the_size_of_weights(weight):
+    labels, predictions, weights = torch.tensor([0.0, 1, 1, 1]), torch.full((4,), 0.5), torch.full((4,), weight)
+    sums = errors.sum_entropy(SimpleNamespace(labels=labels, predictions=predictions, weights=weights.double()))
+    assert errors.LogLoss.figure(sums) == pytest.approx(log(2))
+    assert errors.NE.figure(sums) == pytest.approx(log(2) / -(0.25 * log(0.25) + 0.75 * log(0.75)))
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """Loading next to a model that answers: damage and failed child processes are reported, replaced tables are freed."""
 
 import gc
+import json
 import os
+import re
 import threading
 import weakref
 from pathlib import Path
@@ -17,6 +19,7 @@ from raytrec.common.errors import ConfigError, DataError, RunError
 from raytrec.scoring import load as loading
 from raytrec.scoring.load import hash_in_child
 from raytrec.scoring.manifest import read_manifest
+from raytrec.serving.options import ServiceOptions, token_file
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,37 @@ def export(tmp_path_factory):
     root = tmp_path_factory.mktemp("load")
     folder, table, _, _ = train_for_export(ModelCase("two_tower", (1, 1)), root)
     return Path(raytrec.export(folder, str(root / "export")).path), table
+
+
+@pytest.mark.parametrize("made", ["yesterday", "2026-01-01T00:00:00", 7])
+def test_invalid_time_of_an_export_is_rejected(export, tmp_path, made):
+    values = json.loads((export[0] / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(values | {"made": made}))
+    with pytest.raises(RunError, match="made"):
+        read_manifest(str(tmp_path))
+
+
+@pytest.mark.parametrize("run", ["\\ud800", b"\xed\xa0\x80"])
+def test_manifest_with_half_a_surrogate_pair_is_rejected(export, tmp_path, run):
+    values = json.loads((export[0] / "manifest.json").read_text())
+    values["source"]["run"] = "films"
+    text = json.dumps(values).encode().replace(b"films", run if isinstance(run, bytes) else run.encode())
+    (tmp_path / "manifest.json").write_bytes(text)
+    with pytest.raises(RunError, match=r"manifest\.json of the export cannot be read"):
+        read_manifest(str(tmp_path))
+    (tmp_path / "manifest.json").write_bytes(json.dumps(values).encode().replace(b"films", b"\\ud83c\\udfac"))
+    assert read_manifest(str(tmp_path)).source.run == "\N{CLAPPER BOARD}"
+
+
+@pytest.mark.parametrize("run", ["\x1b]0;owned\x07films", "a/../../known", "a\0b", "größe"])
+def test_default_name_of_a_service_is_plain(export, tmp_path, run, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    values = json.loads((export[0] / "manifest.json").read_text())
+    values["source"]["run"] = run
+    (tmp_path / "manifest.json").write_text(json.dumps(values))
+    name = ServiceOptions(uri=str(tmp_path)).fill_name().name
+    assert re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+    assert token_file(name).parent == tmp_path / "raytrec"
 
 
 def list_children():

@@ -132,10 +132,11 @@ def test_second_listener_takes_over_kept_connections():
 
 LISTEN = """
 import socket, sys, time
+HOST = sys.argv.pop()
 listening = socket.socket()
 for option in sys.argv[2:]:
     listening.setsockopt(socket.SOL_SOCKET, getattr(socket, option), 1)
-listening.bind(("127.0.0.1", 0))
+listening.bind((HOST, 0))
 listening.listen()
 print(listening.getsockname()[1], flush=True)
 time.sleep(float(sys.argv[1]))
@@ -147,8 +148,8 @@ def listen():
     """Return a function that starts a process which listens for some seconds, and returns the port."""
     processes = []
 
-    def start(seconds, *options):
-        words = [sys.executable, "-c", LISTEN, str(seconds), *options]
+    def start(seconds, *options, host="127.0.0.1"):
+        words = [sys.executable, "-c", LISTEN, str(seconds), *options, host]
         processes.append(subprocess.Popen(words, stdout=subprocess.PIPE, text=True))
         return int(processes[-1].stdout.readline())
 
@@ -170,6 +171,14 @@ def test_port_of_a_running_service_is_refused_after_the_wait(listen, monkeypatch
     monkeypatch.setattr(command, "PORT_TIMEOUT_S", 0.5)
     with pytest.raises(RunError, match="cannot be used: Address already in use"):
         command.wait_for_port(listen(60, "SO_REUSEPORT", "SO_REUSEADDR"))
+
+
+def test_port_is_checked_on_the_address_of_the_service(listen, monkeypatch):
+    monkeypatch.setattr(command, "PORT_TIMEOUT_S", 0.5)
+    port = listen(60, "SO_REUSEPORT", "SO_REUSEADDR", host="127.0.0.2")
+    with pytest.raises(RunError, match="cannot be used: Address already in use"):
+        command.wait_for_port(port, "127.0.0.2")
+    command.wait_for_port(port, "203.0.113.7")  # an address of another node
 
 
 @pytest.mark.parametrize("port", ["another program", 80, 70000])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from raytrec.common.errors import RunError
-from raytrec.serving.options import TOKEN, read_token
+from raytrec.common.errors import ConfigError, RunError
+from raytrec.serving.options import TOKEN, find_token, read_token
 
 
 def test_token_that_cannot_be_stored_is_reported(tmp_path, monkeypatch):
@@ -15,3 +15,11 @@ def test_token_that_cannot_be_stored_is_reported(tmp_path, monkeypatch):
     assert f"or set {TOKEN}" in error.value.do
     monkeypatch.setenv(TOKEN, "secret")
     assert read_token("films") == "secret"
+
+
+@pytest.mark.parametrize("name", ["a/b", "../films", "a\0b", "\x1b[2J", "\ud800"])
+def test_unsafe_names_of_services_are_rejected(name, monkeypatch):
+    monkeypatch.delenv(TOKEN, raising=False)
+    for function in (read_token, find_token):
+        with pytest.raises(ConfigError, match="is not a valid name of a service"):
+            function(name)

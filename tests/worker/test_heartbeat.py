@@ -4,7 +4,7 @@ from threading import Event, Thread
 
 import pytest
 
-from raytrec.worker.heartbeat import PACKAGE, _locate_thread
+from raytrec.worker.heartbeat import PACKAGE, TORCH, TORCHREC, _locate_thread
 
 SITE_PACKAGES = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
 
@@ -33,7 +33,7 @@ def locate_blocked_thread(*files):
 
 
 LOOP, MODEL = f"{PACKAGE}worker/loop.py", f"{PACKAGE}models/mine.py"
-COLLECTIVE, LINEAR = f"{SITE_PACKAGES}torch/distributed/c10d.py", f"{SITE_PACKAGES}torch/nn/linear.py"
+COLLECTIVE, LINEAR = f"{TORCH}/distributed/c10d.py", f"{TORCH}/nn/linear.py"
 TOOL = f"{SITE_PACKAGES}raytrec_tools/x.py"
 
 
@@ -44,8 +44,10 @@ TOOL = f"{SITE_PACKAGES}raytrec_tools/x.py"
         ((LOOP, COLLECTIVE, TOOL), True),
         ((COLLECTIVE, MODEL, LINEAR), False),
         ((LOOP, LINEAR), False),
+        ((LOOP, f"{TORCHREC}/distributed/dist_data.py"), True),
+        ((LOOP, "/home/me/torch/distributed/app/.venv/lib/site-packages/pyarrow/parquet/core.py"), False),
     ],
-    ids=["collective", "tool in a collective", "model", "layer"],
+    ids=["collective", "tool in a collective", "model", "layer", "torchrec", "checkout named like a folder of torch"],
 )
 def test_collective_is_recognized_in_a_raytrec_checkout(files, waits):
     assert locate_blocked_thread(*files) is waits

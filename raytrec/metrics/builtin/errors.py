@@ -52,7 +52,7 @@ class LogLoss(SumMetric):
     w is the weight of a row, y the label and p the prediction. For class predictions: -Σ w ln p_label ÷ Σ w, where
     p_label is the probability of the row's class. Probabilities are clamped as in `sum_entropy`.
 
-    Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats.
+    Source: torchrec.metrics.ne.compute_logloss, converted from bits to nats, without its bound on small Σ w.
     """
 
     sums = staticmethod(sum_entropy)
@@ -60,10 +60,7 @@ class LogLoss(SumMetric):
     @staticmethod
     def figure(sums: Mapping[str, torch.Tensor]) -> float:
         """Return the mean cross-entropy in nats."""
-        from torchrec.metrics.ne import compute_logloss
-
-        positive, negative = sums["pos_labels"], sums["neg_labels"]
-        return float(compute_logloss(sums["cross_entropy_sum"], positive, negative, ETA)) * log(2)
+        return float(sums["cross_entropy_sum"] / (sums["pos_labels"] + sums["neg_labels"])) * log(2)
 
 
 @metric("ne", title="NE (normalized entropy)", label="NE", better="lower", takes=("probability",))
@@ -83,8 +80,11 @@ class NE(SumMetric):
         positive, negative = sums["pos_labels"], sums["neg_labels"]
         if positive <= 0 or negative <= 0:
             return float("nan")
-        rows = sums["weighted_num_samples"]
-        return float(compute_ne(sums["cross_entropy_sum"], rows, positive, negative, ETA))
+        rows = sums[
+            "weighted_num_samples"
+        ]  # compute_ne treats sums below ETA as ETA, so all are divided by their weight
+        shares = (sums["cross_entropy_sum"] / rows, rows / rows, positive / rows, negative / rows)
+        return float(compute_ne(*shares, ETA))
 
 
 NUMBERS: tuple[Kind, ...] = ("probability", "number")
