@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from raytrec_datasets.interactions.events import (
 from raytrec_datasets.interactions.tables import find_suffix, suffix_of
 
 from raytrec.common.errors import ConfigError, DataError
-from raytrec.data.files.listing import is_hidden, list_files
+from raytrec.data.files.listing import is_hidden, list_files, list_local_folder
 
 TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
 PAIR = re.compile(r"\((\d+),(\d+)\)")
@@ -103,11 +104,10 @@ def list_source(place: Path) -> list[Path]:
     Raises:
         DataError: The place belongs to a table format, or a Parquet file is not readable (`list_files`).
     """
-    paths = sorted(place.rglob("*")) if place.is_dir() else [place]
-    visible = [p for p in paths if p.is_file() and not any(map(is_hidden, p.relative_to(place).parts))]
+    entries = list_local_folder(str(place), set(), defaultdict(list)) if place.is_dir() else [(str(place), 1)]
     by_suffix: dict[str, list[Path]] = {}
-    for path in visible:
-        if suffix := suffix_of(path):
+    for path in (Path(name) for name, size in sorted(entries) if size):
+        if suffix := "" if is_hidden(path.name) else suffix_of(path):
             by_suffix.setdefault(suffix, []).append(path)
     if ".parquet" not in by_suffix:
         return [path for files in by_suffix.values() for path in files]

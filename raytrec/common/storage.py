@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
@@ -16,6 +15,7 @@ from raytrec.common.errors import ConfigError, DataError
 from raytrec.common.reading import MAX_JSON_BYTES, MAX_YAML_BYTES, parse_yaml
 
 ROOT = "RAYTREC_ROOT"
+UNQUOTED = "/=:@!$&'()*+,;~"  # characters, besides letters, digits and -._, that are not special in the path of a URI
 RAY_JOB_COPIES = "/runtime_resources/working_dir_files/"  # folder in which Ray unpacks jobs' working directories
 # URIs of files on this machine or on the cloud provider's own servers. Other servers can be chosen by parameters
 # such as endpoint_override, scheme and blob_storage_authority, and by the host in abfs:// and hdfs://.
@@ -169,20 +169,28 @@ def sync_to_disk(path: str | Path) -> None:
 
 
 def join_uri(uri: str, name: str) -> str:
-    """Return the path or URI of a file or folder inside a folder.
+    """Return the path or URI of a file or folder inside a folder. In a URI, special characters of the name are quoted.
 
     Example:
-        >>> join_uri("s3://bucket/train?region=eu-north-1", "part-0.parquet")
-        's3://bucket/train/part-0.parquet?region=eu-north-1'
+        >>> join_uri("s3://bucket/train?region=eu-north-1", "at=10%3A00/a b.parquet")
+        's3://bucket/train/at=10%253A00/a%20b.parquet?region=eu-north-1'
     """
     path, query = split_query(uri)
-    return f"{path}/{name}{query}"
+    return f"{path}/{quote(name, safe=UNQUOTED) if _is_decoded(uri) else name}{query}"
 
 
 def split_query(uri: str) -> tuple[str, str]:
-    """Return a path or URI without query and trailing slashes, and the query: "" or "?key=value"."""
-    path, mark, query = uri.partition("?") if "://" in uri else (uri, "", "")
-    return path.rstrip("/"), mark + query
+    """Return a path or URI without query, fragment and trailing slashes, and the query: "" or "?key=value"."""
+    if "://" not in uri:
+        return uri.rstrip("/"), ""
+    path, mark, query = (uri.partition("#")[0] if _is_decoded(uri) else uri).partition("?")
+    scheme, _, rest = path.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}", mark + query
+
+
+def _is_decoded(uri: str) -> bool:
+    """Return True if pyarrow decodes the path of a URI; it passes URIs of fsspec on unchanged."""
+    return "://" in uri and not uri.startswith(("hf://", "fsspec+"))
 
 
 def extract_path(uri: str) -> str:
@@ -194,21 +202,8 @@ def extract_path(uri: str) -> str:
     """
     if "://" not in uri:
         return uri
-    return unquote(split_query(uri)[0].partition("://")[2].partition("/")[2])
-
-
-def list_below(uri: str, path: str, inner: Iterable[str]) -> list[str]:
-    """Return the paths or URIs of files in a folder, with the server, credentials and query of the folder's URI.
-
-    Args:
-        uri: Path or URI of the folder, or of the only file.
-        path: Its path in its filesystem (`open_filesystem`).
-        inner: Paths of the files in that filesystem.
-    """
-    if "://" not in uri:
-        return list(inner)
-    base, query = split_query(uri)
-    return [base + quote(each.removeprefix(path), safe="/=:@!$&'()*+,;~") + query for each in inner]
+    path = split_query(uri)[0].partition("://")[2].partition("/")[2]
+    return unquote(path) if _is_decoded(uri) else path
 
 
 def get_sibling(uri: str, name: str) -> str:

@@ -16,7 +16,6 @@ from raytrec.common.errors import DataError
 from raytrec.common.formatting import format_count
 from raytrec.common.storage import extract_path
 from raytrec.config.features import set_draw_rows
-from raytrec.config.transforms import Hash, LookupVocabulary
 from raytrec.data.arrow import empty_table, find_common_type, is_list, is_text, plain, select_schema
 from raytrec.data.files.footers import FooterStatistics, explain_empty_tasks, read_footer
 from raytrec.data.files.listing import Listing, join_folder_names, list_files
@@ -29,7 +28,14 @@ from raytrec.data.files.partitions import (
 )
 from raytrec.data.read_plans import ReadPlan, ResolvedReadPlan
 from raytrec.data.transform import apply_transforms
-from raytrec.data.type_checks import IdKinds, check_present, check_types, compare_id_kinds, find_id_kinds
+from raytrec.data.type_checks import (
+    IdKinds,
+    check_present,
+    check_types,
+    compare_id_kinds,
+    find_id_kinds,
+    find_input_kinds,
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,7 @@ class Dataset:
         constant_labels: Label → value, for labels with a single value according to the footers.
         large_columns: Dense column → largest absolute value, for unscaled columns with large values according to the
             footers.
-        text_ids: Sparse feature → True if its ids are text, False if they are numbers (type_checks.IdKinds).
+        text_ids: Sparse feature or input of a transform → True if its ids are text (type_checks.IdKinds).
         log_odds: Initial bias of each logit column (train.initial_bias); (): biases are not changed.
         listing: Files found in the folders, and reasons why other files are skipped.
     """
@@ -182,7 +188,10 @@ def scan(
     """
     listing, left_out = list_files(places, key, between), []
     plan = replace(plan, transforms=set_draw_rows(plan.transforms, plan.schema), folder=os.getcwd())
-    schema, text = plan.schema, _list_text_keys(plan)
+    # Folder keys used as hashed or managed ids are read as text. Otherwise, a new folder could turn a key's
+    # type from integer to text, which would change the hash of `4`.
+    schema = plan.schema
+    text = {schema.get_ids_column(n) for n, spec in schema.sparse.items() if schema.tables[spec.table].takes_text}
     reserved = replace(plan.reserved, columns=tuple(dict.fromkeys([*plan.reserved.columns, *declared])))
     scan_form = ResolvedReadPlan(replace(plan, reserved=reserved), types=infer_folder_types(listing.files, text))
 
@@ -230,20 +239,6 @@ def scan(
     return Dataset(join_folder_names(places), groups, form, *facts_of_all, listing=listing)
 
 
-def _list_text_keys(plan: ReadPlan) -> set[str]:
-    """Return the columns that are read as text if they are folder keys: hashed ids, managed ids and known words.
-
-    Otherwise, a new folder could turn a key's type from integer to text, which would change the hash of `4`. Keys that
-    a transform hashes or looks up, and a feature or dense column requires as numbers, remain integers.
-    """
-    schema = plan.schema
-    ids_columns = {name: schema.get_ids_column(name) for name in schema.sparse}
-    written = {name for transform in plan.transforms for name in transform.writes}
-    hashed = {n for t in plan.transforms if isinstance(t, Hash | LookupVocabulary) for n in t.columns}
-    text = {column for name, column in ids_columns.items() if schema.tables[schema.sparse[name].table].takes_text}
-    return text | (hashed - ({*ids_columns.values(), *schema.dense} - written))
-
-
 @dataclass(frozen=True)
 class _FileFacts:
     """Facts derived from a file's footer.
@@ -254,7 +249,7 @@ class _FileFacts:
         from_folders: Columns whose values are in folder names instead of the file.
         groups: Row groups with rows.
         lists: Sparse features whose column is a list after the transforms.
-        text_ids: Sparse feature → True if its ids in the file are text, False if they are numbers.
+        text_ids: Sparse feature or input of a transform → True if its ids in the file are text.
         suspect_groups: Row groups from FooterStatistics.list_suspect_groups.
         excluded: Result of FooterStatistics.list_exclusions.
         label_bounds: Result of FooterStatistics.label_bounds.
@@ -280,7 +275,7 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     for name in form.from_folders:
         arrow = arrow.append(pa.field(name, form.types[name]))
     check_present(arrow, form.columns, uri, form)
-    arrow = select_schema(arrow, form.columns)
+    stored = arrow = select_schema(arrow, form.columns)
     if form.plan.transforms:
         arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
         check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
@@ -291,7 +286,7 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     groups = {index: RowGroup(uri, index, group.num_rows) for index, group in footer.groups.items()}
     suspects = [groups[index] for index in footer.list_suspect_groups()]
     facts = suspects, footer.list_exclusions(), footer.label_bounds(parse_folder_values(uri)), footer.large_columns()
-    text_ids = find_id_kinds(arrow, schema, footer)
+    text_ids = find_id_kinds(arrow, schema, footer) | find_input_kinds(stored, form, footer)
     return _FileFacts(uri, types, form.from_folders, [*groups.values()], lists, text_ids, *facts)
 
 

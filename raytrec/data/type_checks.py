@@ -11,6 +11,7 @@ from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
 from raytrec.config.schema import Schema, advise_transform, format_yaml_scalar
+from raytrec.config.transforms import Hash, LookupVocabulary
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
 MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 # Sparse feature → True if its ids are text, False if they are numbers. Tables that hash or manage ids accept both, but
-# have different rows for the id 5 and the text '5'.
+# have different rows for the id 5 and the text '5'. Columns that transforms hash have entries INPUT'COLUMN'.
 IdKinds = Mapping[str, bool]
+INPUT = "input of transforms, column "
 CONVERSION_ADVICE = "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
@@ -255,6 +257,28 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
     return {name: is_text(kinds[name]) for name in columns if name in has_values}
 
 
+def find_input_kinds(arrow: pa.Schema, form: ResolvedReadPlan, footer: FooterStatistics) -> dict[str, bool]:
+    """Return the kinds of columns that transforms hash, or look up in a vocabulary if the column is a folder key.
+
+    The hashes of 5 and '5' differ. As folder keys, 5 and 05 are different words, but as numbers they are equal.
+
+    Args:
+        arrow: Columns of the file, before the transforms.
+        form: Resolved read plan of the file.
+        footer: Footer statistics of the file.
+    """
+    kinds, written = {}, set[str]()
+    for transform in form.plan.transforms:
+        for name in transform.columns if isinstance(transform, Hash | LookupVocabulary) else ():
+            is_compared = isinstance(transform, Hash) or name in form.from_folders
+            if is_compared and name in arrow.names and name not in written and not footer.lacks_values(name):
+                kind = value_type(arrow.field(name).type)
+                if not types.is_null(kind):
+                    kinds[f"{INPUT}'{name}'"] = is_text(kind)
+        written |= {*transform.writes}
+    return kinds
+
+
 def compare_id_kinds(
     files: Sequence[tuple[str, int, IdKinds]], trained: IdKinds
 ) -> tuple[dict[str, bool], dict[str, DataError]]:
@@ -275,10 +299,11 @@ def compare_id_kinds(
         if name := next((each for each, kind in found.items() if kind != kinds[each]), None):
             texts = ("text", "numbers") if found[name] else ("numbers", "text")
             others = "the training data" if name in trained else "other files"
+            subject = f"values in the {name}," if name.startswith(INPUT) else f"ids of feature '{name}'"
             errors[uri] = DataError(
-                f"the ids of feature '{name}' are {texts[0]}, but {texts[1]} in {others}",
+                f"the {subject} are {texts[0]}, but {texts[1]} in {others}",
                 where=uri,
-                expected="ids of one kind, because tables that hash or manage ids have different rows for 5 and '5'",
+                expected="values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids",
                 do=f"write the file with the type of {others}, or use data.transforms: {{do: cast, …}}",
             )
     return kinds, errors

@@ -25,6 +25,7 @@ from raytrec.data.pages.decode import decode_columns
 from raytrec.data.transform import apply_transforms
 
 SAMPLE_ROWS = 1000  # number of rows, the first of a dataset's first row group, that `check_item_ids` reads
+MIN_KNOWN_SHARE = 0.05  # share of seen items above which a column is assumed to contain keys
 MIN_MATCHING_SHARE = 0.5  # share of a row's known items above which a column refers to the same items
 
 
@@ -123,8 +124,8 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
     items include the target item, and seen items usually include most of a history. The check counts how many of
     these items a column contains, if its values are taken as values of each column of the items. It rejects a column
     that matches another column of the items, and not the key. Without histories, it rejects a column of seen items if
-    most of its values occur in another column of the items, and not in the key. If no id feature is unique per item,
-    nothing is checked.
+    most of its values occur in another column of the items, and almost none is a key. If no id feature is unique per
+    item, nothing is checked.
 
     Args:
         section: Section eval.retrieval of the run.
@@ -157,7 +158,8 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
             pairs = _pairs(rows[column], read(key))
             shares = [np.isin(each, pairs).mean() for each in known_pairs if len(each)]
             shares = shares if references else [len(pairs) / max(1, count)]
-            if not any(share > MIN_MATCHING_SHARE for share in shares):
+            least = MIN_MATCHING_SHARE if references or key != section.item else MIN_KNOWN_SHARE
+            if not any(share > least for share in shares):
                 continue
             if key == section.item:
                 break

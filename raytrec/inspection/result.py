@@ -12,6 +12,7 @@ from rich.table import Table
 
 from raytrec.common.errors import ConfigError, convert_os_errors
 from raytrec.common.formatting import format_count
+from raytrec.common.redaction import hide
 from raytrec.common.terminal import open_console, to_plain_text
 from raytrec.config.schema import Schema, format_yaml_scalar
 from raytrec.inspection.column_roles import REASON_CONSTANT, Finding
@@ -127,7 +128,7 @@ class Inspection:
 
     def _print_table(self) -> None:
         table = Table("column", "role", "reason", "nulls", "distinct", title_justify="left")
-        table.title = to_plain_text(f"{self.uri}: {format_count(self.rows, 'row')}, {self.scan.listing}")
+        table.title = to_plain_text(f"{hide(self.uri)}: {format_count(self.rows, 'row')}, {self.scan.listing}")
         for f in self.findings:
             why = "; ".join([f.why, *f.notes])
             counts = _nulls_text(f.stats), f.stats.distinct_text
@@ -178,8 +179,8 @@ def to_flow_yaml(value: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text with spaces in place of unprintable characters, for a YAML comment."""
-    return "".join(c if c.isprintable() else " " for c in text)
+    """Return a text with spaces in place of unprintable characters and without secrets, for a YAML comment."""
+    return "".join(c if c.isprintable() else " " for c in hide(text))
 
 
 def _describe(finding: Finding) -> str:

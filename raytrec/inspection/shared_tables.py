@@ -103,9 +103,14 @@ def _explain_sharing(f: Finding, owner: Finding, is_distinctive: bool) -> str | 
         min_share = 0.9
     else:
         return None
-    have_same_kind = (stats.base == "text") == (owner_stats.base == "text")
+    have_same_kind = _kind_of_ids(stats) == _kind_of_ids(owner_stats)
     share = estimate_containment(stats, owner_stats) if have_same_kind else 0.0
     return f"{100 * share:.0f} % of its values are also in {owner_stats.name}" if share >= min_share else None
+
+
+def _kind_of_ids(s: ColumnStats) -> str:
+    """Return text, number or folder number; the latter are read as text if their table hashes ids (fragments.py)."""
+    return "text" if s.base == "text" else "folder number" if s.is_folder_key else "number"
 
 
 def _is_distinctive(s: ColumnStats) -> bool:

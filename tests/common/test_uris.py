@@ -3,7 +3,7 @@
 import pytest
 
 from raytrec.common.output_folder import ClaimedFolder
-from raytrec.common.storage import extract_path, get_sibling, join_uri, list_below, split_query
+from raytrec.common.storage import extract_path, get_sibling, join_uri, read_bytes, split_query
 
 
 @pytest.mark.parametrize(
@@ -35,15 +35,26 @@ def test_path_of_a_uri_is_decoded_without_bucket_and_query(uri, path):
     assert extract_path(uri) == path
 
 
-def test_listed_files_keep_credentials_and_query_of_their_folder():
-    files = ["bucket/train/day=1/a.parquet", "bucket/train/at=10%3A00/a b#?.parquet"]
-    assert list_below(
-        "s3://key:secret@bucket/train/?endpoint_override=mine:9000&scheme=http", "bucket/train", files
-    ) == [
-        "s3://key:secret@bucket/train/day=1/a.parquet?endpoint_override=mine:9000&scheme=http",
-        "s3://key:secret@bucket/train/at=10%253A00/a%20b%23%3F.parquet?endpoint_override=mine:9000&scheme=http",
-    ]
-    assert list_below("/data", "/data", ["/data/a b.parquet"]) == ["/data/a b.parquet"]
+@pytest.mark.parametrize(
+    ("folder", "inside"),
+    [
+        (
+            "s3://key:secret@bucket/train/?endpoint_override=a:9&scheme=http",
+            "s3://key:secret@bucket/train/{}?endpoint_override=a:9&scheme=http",
+        ),
+        ("hdfs://host:9000/", "hdfs://host:9000/{}"),
+        ("file:///", "file:///{}"),
+        ("file:///data#x", "file:///data/{}"),
+    ],
+)
+def test_names_in_uris_are_quoted(folder, inside):
+    assert join_uri(folder, "at=10%3A00/a b#?.parquet") == inside.format("at=10%253A00/a%20b%23%3F.parquet")
+    assert extract_path(join_uri(folder, "at=10%3A00/a b#?.parquet")).endswith("at=10%3A00/a b#?.parquet")
+
+
+def test_names_in_uris_of_fsspec_are_not_quoted():
+    uri = join_uri("hf://datasets/me/clicks", "a b%20.parquet")
+    assert uri == "hf://datasets/me/clicks/a b%20.parquet" and extract_path(uri) == "me/clicks/a b%20.parquet"
 
 
 def test_output_folder_can_be_held_by_its_file_uri(tmp_path, monkeypatch):
@@ -51,5 +62,7 @@ def test_output_folder_can_be_held_by_its_file_uri(tmp_path, monkeypatch):
     folder = ClaimedFolder(f"file://{tmp_path}/out", "raytrec export")
     with folder.hold():
         folder.write("a.txt", b"content")
+        folder.write("at=10%3A00/a b#?.txt", b"more")
     assert (tmp_path / "out" / "a.txt").read_bytes() == b"content"
+    assert read_bytes(folder.uri_of("at=10%3A00/a b#?.txt")) == b"more"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

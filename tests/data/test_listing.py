@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from raytrec.common.errors import DataError
-from raytrec.data.files.listing import REASON_UNREADABLE, list_files
+from raytrec.data.files.listing import REASON_UNREADABLE, list_files, locate_file
 
 
 def write_files(folder, *names, rows=3):
@@ -137,6 +137,32 @@ def test_tables_with_partitions_on_other_disks_are_rejected(tmp_path):
     for place in ("table/day=1", "table/day=1/a.parquet", "plain"):
         with pytest.raises(DataError, match="Delta Lake"):
             list_files(str(tmp_path / place), "data.train")
+
+
+def test_links_to_folders_of_tables_are_rejected(tmp_path):
+    write_files(tmp_path, "hive/base_0000005/a.parquet", "disk/day=1/b.parquet")
+    write_marker(tmp_path / "mnt/table/_delta_log/0.json")
+    (tmp_path / "mnt/x").mkdir()
+    for link, target in (
+        ("current", "hive/base_0000005"),
+        ("mnt/table/day=1", str(tmp_path / "disk/day=1")),
+        ("mnt/x/day=1", "../table/day=1"),
+        ("home", "mnt/x"),
+    ):
+        (tmp_path / link).symlink_to(target)
+    for place, name in (("current", "Hive"), ("home", "Delta Lake"), ("home/day=1", "Delta Lake")):
+        with pytest.raises(DataError, match=name):
+            list_files(str(tmp_path / place), "data.train")
+
+
+def test_equal_paths_in_other_containers_and_servers_are_other_files():
+    for others in (
+        ["abfss://train@acct.dfs.core.windows.net/day1/a", "abfss://extra@acct.dfs.core.windows.net/day1/a"],
+        ["s3://bucket/a?endpoint_override=one:9000", "s3://bucket/a?endpoint_override=two:9000"],
+        ["s3://bucket/a", "s3://bucket/a?scheme=http"],
+    ):
+        assert locate_file(others[0]) != locate_file(others[1])
+    assert locate_file("s3://key:secret@bucket/a%20b?region=eu") == locate_file("s3://bucket/a b")
 
 
 def test_deep_partitions_of_tables_are_rejected(tmp_path):

@@ -187,8 +187,8 @@ def test_ids_from_the_path_are_hashed_as_text(tmp_path):
 
 
 @pytest.mark.parametrize("do", ["hash", "lookup_vocabulary"])
-def test_hashed_and_looked_up_folder_keys_are_text(tmp_path, do):
-    (tmp_path / "words.txt").write_text("4\n5\n05\n")
+def test_hashed_and_looked_up_folder_keys_are_of_one_kind(tmp_path, do):
+    (tmp_path / "words.txt").write_text("4\n05\n")
     transform = (
         Hash(do="hash", columns=["user"], rows=40, into=["member"])
         if do == "hash"
@@ -196,26 +196,44 @@ def test_hashed_and_looked_up_folder_keys_are_text(tmp_path, do):
     )
     sparse, tables = {"member": {"table": "member"}}, {"member": {"rows": 40, "dim": 8}}
     schema = Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "schema")
-    first = scan(str(write_partitioned(tmp_path / "a", "user", ["4", "5"])), ReadPlan(schema, (transform,)))
-    second = scan(
-        str(write_partitioned(tmp_path / "b", "user", ["4", "05"])),
-        ReadPlan(schema, (transform,)),
-        trained=first.text_ids,
-    )
-    found = [read_all_rows(data)["ids"].to_pylist() for data in (first, second)]
+    numbers, words = ("4", "5"), ("4", "05")
+    for number, (first, second) in enumerate(((numbers, words), (words, numbers))):
+        trained = scan(str(write_partitioned(tmp_path / f"{number}a", "user", first)), ReadPlan(schema, (transform,)))
+        other = str(write_partitioned(tmp_path / f"{number}b", "user", second))
+        with pytest.raises(
+            DataError, match=r"column 'user', are (text|numbers), but (text|numbers) in the training data"
+        ):
+            scan(other, ReadPlan(schema, (transform,)), trained=trained.text_ids)
+        assert scan(str(tmp_path / f"{number}a"), ReadPlan(schema, (transform,)), trained=trained.text_ids)
+    plan = ReadPlan(schema, (Cast(do="cast", columns=["user"], to="string"), transform))
+    found = [read_all_rows(scan(str(tmp_path / name), plan))["ids"].to_pylist() for name in ("0a", "0b")]
     assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
 
 
-def test_hashed_folder_key_of_a_plain_table_remains_an_integer(tmp_path):
-    schema = parquet.tiny_schema(sparse={"member": {"table": "user"}})
-    transform = Hash(do="hash", columns=["user"], rows=40, into=["member"])
-    data = scan(str(write_partitioned(tmp_path, "user", ["4", "5"])), ReadPlan(schema, (transform,)))
-    assert {ids[0] for ids in read_all_rows(data)["ids"].to_pylist()} == {4, 5}
+def test_hashed_columns_of_files_are_of_one_kind(tmp_path):
+    sparse, tables = {"member": {"table": "member"}}, {"member": {"rows": 40, "dim": 8}}
+    schema = Schema.parse({"labels": ["label"], "sparse": sparse, "tables": tables}, "schema")
+    plan = ReadPlan(schema, (Hash(do="hash", columns=["user"], rows=40, into=["member"]),))
+    table, users = parquet.make_tiny_table(1, 0), pa.array(["5"])
+    for name, each in (("numbers", table), ("text", table.drop_columns(["user"]).append_column("user", users))):
+        (tmp_path / name).mkdir()
+        pq.write_table(each, tmp_path / name / "a.parquet")
+    trained = scan(str(tmp_path / "numbers"), plan)
+    with pytest.raises(DataError, match="column 'user', are text, but numbers in the training data"):
+        scan(str(tmp_path / "text"), plan, trained=trained.text_ids)
 
 
 @pytest.mark.parametrize(
     "value, kind",
-    [("04", pa.int64()), ("abc", pa.int64()), ("300", pa.int8()), ("x", pa.float64()), ("2026", pa.date32())],
+    [
+        ("04", pa.int64()),
+        ("-0", pa.int64()),
+        ("9" * 20, pa.int64()),
+        ("abc", pa.int64()),
+        ("300", pa.int8()),
+        ("x", pa.float64()),
+        ("2026", pa.date32()),
+    ],
 )
 def test_unsuitable_folder_values_are_rejected(value, kind):
     with pytest.raises(DataError, match=re.escape(f"value '{value}' of the folder key 'k' is not of type {kind}")):

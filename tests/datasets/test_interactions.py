@@ -347,6 +347,13 @@ def test_parquet_files_of_a_source_are_selected_as_in_training(split, tmp_path):
     assert sizes["interactions"] == len(found) + (len(keys) if split else 0)
 
 
+def test_linked_folders_of_a_source_are_read(tmp_path):
+    write_split_parquet(tmp_path / "lake" / "a.parquet", make_events())
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "part").symlink_to(tmp_path / "lake")
+    assert prepare("interactions", tmp_path / "out", "--source", tmp_path / "in", "--time", "time", "--negatives", 0)
+
+
 @pytest.mark.parametrize("name", ["a.parquet", "train/a.parquet"])
 def test_table_formats_are_rejected_as_sources(name, tmp_path):
     write_split_parquet(tmp_path / "in" / name, make_events())

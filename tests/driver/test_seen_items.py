@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from raytrec.common.errors import DataError
 from raytrec.config.run_config import RunConfig
+from raytrec.config.schema import Schema
 from raytrec.driver.datasets import open_data
 
 ITEMS = 50
@@ -112,7 +113,11 @@ def test_seen_items_of_rows_without_histories_are_checked(folder, tmp_path):
     far = [[1000 + item for item in row] for row in table["seen"].to_pylist()]
     table = table.drop("history").append_column("seen_sku", pa.array(far, pa.list_(pa.int64())))
     replace_test_rows(folder, tmp_path, table)
-    (tmp_path / "items").unlink()
+    schema = Schema.load(folder / "schema.yaml")
+    for name in ("items", "schema.yaml"):
+        (tmp_path / name).unlink()
+    del schema.sparse["history"]
+    (tmp_path / "schema.yaml").write_text(schema.to_yaml())
     (tmp_path / "items").mkdir()
     skus = pa.array([1000 + item for item in items["item"].to_pylist()])
     pq.write_table(items.append_column("sku", skus), tmp_path / "items/a.parquet")
@@ -120,6 +125,12 @@ def test_seen_items_of_rows_without_histories_are_checked(folder, tmp_path):
     open_retrieval_data(tmp_path, {"name": "mf"}, seen=["seen"], **chosen)
     with pytest.raises(DataError, match="'seen_sku' refers to items by 'sku', not by 'item'"):
         open_retrieval_data(tmp_path, {"name": "mf"}, seen=["seen_sku"], **chosen)
+    known = [row[: len(row) // 4] for row in table["seen"].to_pylist()]  # most seen items are no longer offered
+    mixed = [a + b for a, b in zip(known, far, strict=True)]
+    (tmp_path / "test/part-0.parquet").unlink()
+    table = table.append_column("mixed", pa.array(mixed, pa.list_(pa.int64())))
+    pq.write_table(table, tmp_path / "test/part-0.parquet")
+    open_retrieval_data(tmp_path, {"name": "mf"}, seen=["mixed"], **chosen)
 
 
 def test_task_column_with_item_lists_is_rejected(folder, tmp_path):

@@ -209,3 +209,21 @@ def test_constant_label_in_folder_names_can_be_named(tmp_path):
     (tmp_path / "click=1").mkdir()
     pq.write_table(pa.table({"user_id": [1, 2], "age": [0.5, 1.5]}), tmp_path / "click=1/a.parquet")
     assert inspect(str(tmp_path), labels=["click"]).schema.labels == ["click"]
+
+
+def test_folder_keys_do_not_share_the_table_of_a_column(tmp_path):
+    made = np.random.default_rng(0)
+    zips = made.integers(100_000, 99_999_999, 60)
+    for value in zips:
+        (tmp_path / f"zip_id={value}").mkdir()
+        table = pa.table({"label": made.integers(0, 2, 8), "last_zip_id": made.choice(zips, 8)})
+        pq.write_table(table, tmp_path / f"zip_id={value}/a.parquet")
+    schema = inspect(str(tmp_path)).schema
+    assert schema.sparse["zip_id"].table != schema.sparse["last_zip_id"].table
+
+
+def test_comments_of_a_schema_contain_no_secrets(tmp_path):
+    pq.write_table(pa.table({"label": [0, 1], "user_id": [1, 2], "z": [1, 2]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"label": [0, 1], "user_id": [1, 2]}), tmp_path / "b.parquet")
+    text = inspect(f"file://{tmp_path}?secret_key=TOPSECRET").schema_yaml()
+    assert "missing in file://" in text and "TOPSECRET" not in text

@@ -14,7 +14,7 @@ from pyarrow import fs
 
 from raytrec.common.errors import DataError, get_first_line
 from raytrec.common.formatting import format_count
-from raytrec.common.storage import extract_path, list_below, open_filesystem
+from raytrec.common.storage import extract_path, join_uri, open_filesystem, split_query
 from raytrec.config.data import to_folder_list
 from raytrec.data.files.partitions import (
     ALL_PARTITIONS,
@@ -83,7 +83,7 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
         for why, paths in listing.left_out.items():
             left_out[why] += paths
     if len(to_folder_list(places)) > 1:
-        counts = Counter(_locate(file) for file in files)
+        counts = Counter(locate_file(file) for file in files)
         if duplicates := [file for file, count in counts.items() if count > 1]:
             raise DataError(
                 f"{format_count(len(duplicates), 'file')} would be read more than once, such as {duplicates[0]}",
@@ -94,12 +94,15 @@ def list_files(places: str | list[str], key: str, between: PartitionBounds = ALL
     return Listing(tuple(files), dict(left_out))
 
 
-def _locate(file: str) -> str:
-    """Return a text that is equal for two paths or URIs of one file, which may differ in links or credentials."""
+def locate_file(file: str) -> str:
+    """Return a text that is equal for two paths or URIs of one file, which may differ in links, keys or regions."""
     if "://" not in file:
         return os.path.realpath(file)
     scheme, _, place = file.partition("://")
-    return f"{scheme}://{place.partition('/')[0].rpartition('@')[2]}/{extract_path(file)}"
+    user, _, host = place.partition("/")[0].rpartition("@")
+    container = "" if scheme == "s3" else user  # in s3://, text before @ is an access key
+    server = [each for each in split_query(file)[1][1:].split("&") if each.startswith(("endpoint_override", "scheme"))]
+    return f"{scheme}://{container}@{host}/{extract_path(file)}?{'&'.join(sorted(server))}"
 
 
 def join_folder_names(places: str | list[str]) -> str:
@@ -130,19 +133,19 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         left_out = defaultdict[str, list[str]](list)
         entries: list[ListedFile] = []
         if kind == fs.FileType.Directory:
-            entries = _list_local_folder(path, linked, left_out) if local else _list_store(filesystem, path)
+            entries = list_local_folder(path, linked, left_out) if local else _list_store(filesystem, path)
     except OSError as error:
         raise DataError(f"cannot access or list the path: {error}", where=where, expected="a readable path") from None
     top = os.path.abspath(path) if local else path
     check_no_table_format(filesystem, top, (found for found, *_ in entries), where, prefix)
-    for folder in sorted(linked | _find_target_parents(top) if local else ()):
+    for folder in sorted(linked | _find_link_folders(top) if local else ()):
         check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
         if any(between):
             what, expected = "a single file has no partitions to select from", "a folder of key=value folders"
             do = "remove data.partitions, or set data.train to a folder"
             raise DataError(what, where=f"data.partitions, {where}", expected=expected, do=do)
-        return Listing(tuple(list_below(uri, path, [path])))
+        return Listing((uri if prefix else path,))
     files = _select_parquet_files(filesystem, path, entries, left_out, where)
     if not files:
         raise DataError(
@@ -156,7 +159,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         left_out[REASON_OUTSIDE_PARTITIONS] += set(files) - set(chosen)
         files = chosen
     return Listing(
-        tuple(list_below(uri, path, files)),
+        tuple(join_uri(uri, file.removeprefix(path).lstrip("/")) for file in files) if prefix else tuple(files),
         {why: [prefix + file for file in sorted(paths)] for why, paths in left_out.items() if paths},
     )
 
@@ -164,7 +167,7 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
 ListedFile = tuple[str, int | None]  # (path, size in bytes; None: not readable, see REASON_UNREADABLE)
 
 
-def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
+def list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str]]) -> list[ListedFile]:
     """Return the files in a local folder and its subfolders. A hidden file or folder is a single entry of size 0.
 
     Symbolic links are followed after all other entries have been visited. Hidden folders are not entered.
@@ -173,7 +176,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
 
     Args:
         root: Path of the folder.
-        linked: Set that receives the folders of `_find_target_parents` for each symbolic link.
+        linked: Set that receives the folders of `_find_link_folders` for each symbolic link.
         left_out: Reason → paths; receives the entries that are reached a second time through links.
     """
     entries: list[ListedFile] = []
@@ -201,7 +204,7 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
     while pending_folders or pending_links:
         if not pending_folders:
             link = pending_links.popleft()
-            linked.update(_find_target_parents(link))
+            linked.update(_find_link_folders(link))
             visit(link, True)
             continue
         for entry in sorted(os.scandir(pending_folders.popleft()), key=lambda entry: entry.name):
@@ -215,15 +218,15 @@ def _list_local_folder(root: str, linked: set[str], left_out: dict[str, list[str
     return [(text, size if text == path else None) for text, path, size in decoded]
 
 
-def _find_target_parents(link: str) -> set[str]:
-    """Return the parent folders of all paths through which a symbolic link leads, and of its final target."""
-    parents = {os.path.dirname(os.path.realpath(link))}
+def _find_link_folders(link: str) -> set[str]:
+    """Return all folders through which a symbolic link leads and in which it ends, or the parents of linked files."""
+    paths = {os.path.realpath(link)}
     for _ in range(MAX_LINKS):
         if not os.path.islink(link):
             break
-        link = os.path.abspath(os.path.join(os.path.dirname(link), os.readlink(link)))
-        parents.add(os.path.dirname(link))
-    return parents
+        link = os.path.join(os.path.realpath(os.path.dirname(link)), os.readlink(link))
+        paths.add(link)
+    return {os.path.abspath(path if os.path.isdir(path) else os.path.dirname(path)) for path in paths}
 
 
 def to_utf8(path: str) -> str:

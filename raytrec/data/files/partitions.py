@@ -161,12 +161,11 @@ def build_folder_column(path: str, name: str, kind: pa.DataType | None, rows: in
     """Return a column of `rows` equal values: the value of folder key `name` in a path, as `kind` (None: string).
 
     Raises:
-        DataError: The value cannot be converted to `kind`. For integers, it must match INTEGER, because 04 and 4 are
-            different values.
+        DataError: The value cannot be converted to `kind`. Integers must be canonical, because 04 and 4 are different.
     """
     text, kind = parse_folder_values(path)[name], kind or pa.string()
     try:
-        if text and pa.types.is_integer(kind) and not INTEGER.fullmatch(text):
+        if text and pa.types.is_integer(kind) and str(int(text)) != text:
             raise ValueError("the value is not a canonical integer")
         return pa.repeat(pa.scalar(text, pa.string()).cast(kind), rows)
     except (pa.ArrowException, ValueError):
