@@ -5,6 +5,7 @@ Parsed JSON is validated by pydantic. This module does not import torch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import cache
@@ -90,7 +91,9 @@ def read_document(folder: str, name: str, kind: type[T], what: str, made_by: str
     """
     uri = join_uri(folder, name)
     try:
-        return validate_as(parse_json(read_bytes(uri)), kind)
+        values = parse_json(read_bytes(uri))
+        json.dumps(values, ensure_ascii=False).encode()  # raises for half a surrogate pair, which output cannot have
+        return validate_as(values, kind)
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(
             f"there is no {what} in this folder",

@@ -109,19 +109,16 @@ def parse_json(text: str | bytes) -> Any:
     """Parse a JSON text; NaN and Infinity are accepted.
 
     Raises:
-        UnreadableError: The text is not valid JSON, contains half of a surrogate pair, or has more than
-            `MAX_DOCUMENT_DEPTH` levels of nesting.
+        UnreadableError: The text is not valid JSON, or has more than `MAX_DOCUMENT_DEPTH` levels of nesting.
     """
     try:
-        text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         values = json.loads(text)
-        if "\\u" in text or not text.isascii():
-            json.dumps(values, ensure_ascii=False).encode()  # raises for a surrogate, which output cannot have
     except RecursionError:
         raise UnreadableError(f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting") from None
     except ValueError as error:
         raise UnreadableError(_format_error_line(error)) from None
-    count = text.count("[") + text.count("{")
+    brackets = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
+    count = sum(text.count(bracket) for bracket in brackets)  # type: ignore[arg-type, misc]
     if count > MAX_DOCUMENT_DEPTH and _is_deep(values):
         raise UnreadableError(f"the text exceeds {MAX_DOCUMENT_DEPTH} levels of nesting")
     return values

@@ -64,7 +64,8 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
             setattr(part, key, getattr(getattr(stored, section), key))
     inherited = {key: code for key, code in foreign.items() if key in ("warm_start.from", "checkpoint.dir")}
     refuse_code(inherited, config.model_dump(by_alias=True), describe_foreign_file(file))
-    if make_absolute(config.run.dir or "", config.run.root) not in (stored.run.dir, str(folder)):
+    changes_folder = source is None or any(each.startswith("run.dir=") for each in overrides)
+    if changes_folder and make_absolute(config.run.dir or "", config.run.root) not in (stored.run.dir, str(folder)):
         raise ConfigError(
             "run.dir cannot be changed on resume, because a resumed run continues in its own folder",
             where=f"run.dir: {config.run.dir}",

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Event, Thread, get_ident, main_thread
@@ -18,9 +19,6 @@ from raytrec.common.messages import HEARTBEAT_INTERVAL_S, Command
 T = TypeVar("T")
 REPLY_TIMEOUT_S = 10.0  # timeout for replies from the coordinator
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"  # folder of the package raytrec; a checkout may have any name
-TORCH, TORCHREC = (Path(find_spec(name).origin).parent for name in ("torch", "torchrec"))  # type: ignore
-# A thread with a frame in one of these files, or in a file below these folders, is waiting for other ranks.
-WAITING_FILES = (f"{TORCH}/distributed/", f"{TORCHREC}/distributed/", f"{TORCH}/autograd/graph.py")
 
 
 class Heartbeat:
@@ -166,6 +164,13 @@ class Heartbeat:
             os._exit(70)
 
 
+@cache
+def _list_waiting_files() -> tuple[str, ...]:
+    """Return files, and folders with a trailing separator; a thread with a frame in them waits for other ranks."""
+    torch, torchrec = (Path(str(find_spec(name).origin)).parent for name in ("torch", "torchrec"))  # type: ignore
+    return f"{torch}/distributed/", f"{torchrec}/distributed/", f"{torch}/autograd/graph.py"
+
+
 def _locate_thread(thread: int) -> tuple[str, bool]:
     """Return the innermost frame of a thread, and True if the thread is waiting for other ranks.
 
@@ -178,7 +183,7 @@ def _locate_thread(thread: int) -> tuple[str, bool]:
     frame = sys._current_frames().get(thread) or sys._current_frames().get(main_thread().ident)
     innermost, waiting = frame, False
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE) and not waiting:
-        waiting = frame.f_code.co_filename.startswith(WAITING_FILES)
+        waiting = frame.f_code.co_filename.startswith(_list_waiting_files())
         frame = frame.f_back
     if innermost is None:
         return "", False

@@ -151,3 +151,5 @@ def test_resume_rejects_another_run_folder(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"run\.dir cannot be changed on resume") as error:
         resume_config(run, None, [f"run.dir={tmp_path / 'other'}"])
     assert error.value.expected == str(run)
+    other = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(tmp_path / "other")})})
+    assert resume_config(run, other, []).run.dir == str(run), "the folder of another run's configuration is not used"

@@ -1,10 +1,14 @@
 """Attribution of a hang: threads that wait for other ranks."""
 
+from importlib.util import find_spec
+from pathlib import Path
 from threading import Event, Thread
 
 import pytest
 
-from raytrec.worker.heartbeat import PACKAGE, TORCH, TORCHREC, _locate_thread
+from raytrec.worker.heartbeat import PACKAGE, _locate_thread
+
+TORCH, TORCHREC = (Path(find_spec(name).origin).parent for name in ("torch", "torchrec"))
 
 SITE_PACKAGES = "/home/me/raytrec/.venv/lib/python3.11/site-packages/"  # path after `git clone` and `make install`
 
