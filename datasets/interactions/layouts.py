@@ -38,7 +38,7 @@ from raytrec_datasets.interactions.events import (
 )
 from raytrec_datasets.interactions.tables import find_suffix, suffix_of
 
-from raytrec.common.errors import ConfigError, DataError
+from raytrec.common.errors import ConfigError, DataError, convert_os_errors
 from raytrec.data.files.listing import is_hidden, list_files, list_local_folder
 
 TRAIN_END, TEST_END, NEGATIVE_END = ".train.rating", ".test.rating", ".test.negative"
@@ -102,9 +102,11 @@ def list_source(place: Path) -> list[Path]:
     If there are Parquet files, they are selected as in training, and files that are left out are reported on stderr.
 
     Raises:
-        DataError: The place belongs to a table format, or a Parquet file is not readable (`list_files`).
+        DataError: The place cannot be listed, belongs to a table format, or contains a Parquet file that is not
+            readable (`list_files`).
     """
-    entries = list_local_folder(str(place), set(), defaultdict(list)) if place.is_dir() else [(str(place), 1)]
+    with convert_os_errors("the folder cannot be listed", DataError, where=str(place)):
+        entries = list_local_folder(str(place), set(), defaultdict(list)) if place.is_dir() else [(str(place), 1)]
     by_suffix: dict[str, list[Path]] = {}
     for path in (Path(name) for name, size in sorted(entries) if size):
         if suffix := "" if is_hidden(path.name) else suffix_of(path):
