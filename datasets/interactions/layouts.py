@@ -108,8 +108,8 @@ def list_source(place: Path) -> list[Path]:
     with convert_os_errors("the folder cannot be listed", DataError, where=str(place)):
         entries = list_local_folder(str(place), set(), defaultdict(list)) if place.is_dir() else [(str(place), 1)]
     by_suffix: dict[str, list[Path]] = {}
-    for path in (Path(name) for name, size in sorted(entries) if size):
-        if suffix := "" if is_hidden(path.name) else suffix_of(path):
+    for path in (Path(name) for name, size in sorted(entries) if size is not None):
+        if suffix := "" if path != place and is_hidden(path.name) else suffix_of(path):
             by_suffix.setdefault(suffix, []).append(path)
     if ".parquet" not in by_suffix:
         return [path for files in by_suffix.values() for path in files]

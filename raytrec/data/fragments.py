@@ -35,6 +35,7 @@ from raytrec.data.type_checks import (
     compare_id_kinds,
     find_id_kinds,
     find_input_kinds,
+    name_input,
 )
 
 
@@ -207,7 +208,9 @@ def scan(
     with ThreadPoolExecutor(16) as pool:
         files = [facts for facts in pool.map(scan_file, listing.files) if facts is not None]
     types, from_folders, odd_types = _unify_types(files, plan.reserved.names, scan_form.types)
-    folder_ids = {n: is_text(types[c]) for n in schema.sparse if (c := schema.get_ids_column(n)) in from_folders}
+    raw = from_folders - {name for transform in plan.transforms for name in transform.writes}
+    folder_ids = {n: is_text(types[c]) for n in schema.sparse if (c := schema.get_ids_column(n)) in raw}
+    folder_ids |= {name_input(name): is_text(types[name]) for name in raw}
     kinds_of_files = [
         (facts.uri, sum(g.rows for g in facts.groups), {n: folder_ids.get(n, k) for n, k in facts.text_ids.items()})
         for facts in files
@@ -275,18 +278,25 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     for name in form.from_folders:
         arrow = arrow.append(pa.field(name, form.types[name]))
     check_present(arrow, form.columns, uri, form)
-    stored = arrow = select_schema(arrow, form.columns)
+    arrow, footer = select_schema(arrow, form.columns), FooterStatistics(metadata, form)
+    input_kinds: dict[str, bool] = {}
     if form.plan.transforms:
-        arrow = apply_transforms(empty_table(arrow), form.plan.transforms, uri, form.plan.folder).schema
+        table, folder_values = empty_table(arrow), parse_folder_values(uri)
+        empty = footer.list_empty_columns() - form.from_folders
+        empty |= {name for name in form.from_folders if folder_values[name] is None}
+        for transform in form.plan.transforms:
+            with_values = table.drop_columns([name for name in table.column_names if name in empty]).schema
+            input_kinds |= find_input_kinds(transform, with_values, form.from_folders)
+            table, empty = apply_transforms(table, (transform,), uri, form.plan.folder), empty - {*transform.writes}
+        arrow = table.schema
         check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
     types = {name: plain(arrow.field(name).type) for name in form.plan.reserved.names}
-    footer = FooterStatistics(metadata, form)
     groups = {index: RowGroup(uri, index, group.num_rows) for index, group in footer.groups.items()}
     suspects = [groups[index] for index in footer.list_suspect_groups()]
     facts = suspects, footer.list_exclusions(), footer.label_bounds(parse_folder_values(uri)), footer.large_columns()
-    text_ids = find_id_kinds(arrow, schema, footer) | find_input_kinds(stored, form, footer)
+    text_ids = find_id_kinds(arrow, schema, footer) | input_kinds
     return _FileFacts(uri, types, form.from_folders, [*groups.values()], lists, text_ids, *facts)
 
 

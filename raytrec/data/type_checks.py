@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
@@ -11,7 +11,7 @@ from pyarrow import types
 
 from raytrec.common.errors import DataError, find_similar_word
 from raytrec.config.schema import Schema, advise_transform, format_yaml_scalar
-from raytrec.config.transforms import Hash, LookupVocabulary
+from raytrec.config.transforms import Hash, LookupVocabulary, Transform
 from raytrec.data.arrow import (
     AmbiguousColumnError,
     find_column,
@@ -257,26 +257,31 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
     return {name: is_text(kinds[name]) for name in columns if name in has_values}
 
 
-def find_input_kinds(arrow: pa.Schema, form: ResolvedReadPlan, footer: FooterStatistics) -> dict[str, bool]:
-    """Return the kinds of columns that transforms hash, or look up in a vocabulary if the column is a folder key.
+def find_input_kinds(transform: Transform, arrow: pa.Schema, from_folders: Container[str]) -> dict[str, bool]:
+    """Return the kinds of columns that a transform hashes, or looks up in a vocabulary if the column is a folder key.
 
     The hashes of 5 and '5' differ. As folder keys, 5 and 05 are different words, but as numbers they are equal.
 
     Args:
-        arrow: Columns of the file, before the transforms.
-        form: Resolved read plan of the file.
-        footer: Footer statistics of the file.
+        transform: Transform.
+        arrow: Columns before the transform, without columns that have no value in the file.
+        from_folders: Columns whose values are in folder names.
     """
-    kinds, written = {}, set[str]()
-    for transform in form.plan.transforms:
-        for name in transform.columns if isinstance(transform, Hash | LookupVocabulary) else ():
-            is_compared = isinstance(transform, Hash) or name in form.from_folders
-            if is_compared and name in arrow.names and name not in written and not footer.lacks_values(name):
-                kind = value_type(arrow.field(name).type)
-                if not types.is_null(kind):
-                    kinds[f"{INPUT}'{name}'"] = is_text(kind)
-        written |= {*transform.writes}
-    return kinds
+    columns = transform.columns if isinstance(transform, Hash | LookupVocabulary) else ()
+    compared = (name for name in columns if isinstance(transform, Hash) or name in from_folders)
+    kinds = {name: value_type(arrow.field(name).type) for name in compared if name in arrow.names}
+    return {name_input(name): is_text(kind) for name, kind in kinds.items() if not types.is_null(kind)}
+
+
+def name_input(column: str) -> str:
+    """Return the key in IdKinds of a column that transforms hash or look up."""
+    return f"{INPUT}'{column}'"
+
+
+def describe_kind(name: str, is_text_kind: bool) -> str:
+    """Return a clause that states the kind of the ids of a key of IdKinds."""
+    subject = f"values in the {name}," if name.startswith(INPUT) else f"ids of feature '{name}'"
+    return f"the {subject} are {'text' if is_text_kind else 'numbers'}"
 
 
 def compare_id_kinds(
@@ -297,11 +302,9 @@ def compare_id_kinds(
     errors = {}
     for uri, _, found in files:
         if name := next((each for each, kind in found.items() if kind != kinds[each]), None):
-            texts = ("text", "numbers") if found[name] else ("numbers", "text")
             others = "the training data" if name in trained else "other files"
-            subject = f"values in the {name}," if name.startswith(INPUT) else f"ids of feature '{name}'"
             errors[uri] = DataError(
-                f"the {subject} are {texts[0]}, but {texts[1]} in {others}",
+                f"{describe_kind(name, found[name])}, but {'text' if kinds[name] else 'numbers'} in {others}",
                 where=uri,
                 expected="values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids",
                 do=f"write the file with the type of {others}, or use data.transforms: {{do: cast, …}}",

@@ -20,6 +20,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
 from raytrec.data.files.file_identity import FileIdentity, fingerprint, list_differences, list_rewritten_files
 from raytrec.data.fragments import Dataset
+from raytrec.data.type_checks import IdKinds, describe_kind
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers
 from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
@@ -64,7 +65,7 @@ def resume_config(place: str | Path, source: Any, overrides: list[str], allow_co
             setattr(part, key, getattr(getattr(stored, section), key))
     inherited = {key: code for key, code in foreign.items() if key in ("warm_start.from", "checkpoint.dir")}
     refuse_code(inherited, config.model_dump(by_alias=True), describe_foreign_file(file))
-    changes_folder = source is None or any(each.startswith("run.dir=") for each in overrides)
+    changes_folder = source is None or any(each.partition("=")[0].strip() == "run.dir" for each in overrides)
     if changes_folder and make_absolute(config.run.dir or "", config.run.root) not in (stored.run.dir, str(folder)):
         raise ConfigError(
             "run.dir cannot be changed on resume, because a resumed run continues in its own folder",
@@ -258,21 +259,38 @@ def _show(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def check_warm_start(config: RunConfig, schema: Schema) -> list[str]:
+def check_warm_start(config: RunConfig, schema: Schema, text_ids: IdKinds) -> list[str]:
     """Return lines for the user about tables and dense parameters that are not loaded from warm_start.from.
 
     Each changed table has a line. With warm_start.dense=matching, one more line counts the dense parameters that are
     loaded, and names newly initialized ones.
 
+    Args:
+        config: Configuration of the new run.
+        schema: Schema of the new run.
+        text_ids: Kinds of ids in the training data of the new run.
+
     Raises:
-        ConfigError, SchemaError: The checkpoint differs in a way that warm_start.tables and warm_start.dense do
-            not allow, or warm_start.optimizer is set and the checkpoint's optimizers differ.
+        ConfigError, SchemaError: The ids of a loaded table were of another kind, the checkpoint differs in a way that
+            warm_start.tables and warm_start.dense do not allow, or warm_start.optimizer is set and the checkpoint's
+            optimizers differ.
         RunError, CheckpointError: The checkpoint is missing or damaged.
     """
     index = find(config.warm_start.from_)[1]
     about = index["about"]
     old_config, old_schema = load_config(about["config"], allow_code=True), parse_stored_schema(about)
-    lines = [start.note for start in resolve_warm_starts(config, old_schema, schema).values() if start.note]
+    starts = resolve_warm_starts(config, old_schema, schema)
+    lines = [start.note for start in starts.values() if start.note]
+    new_features = {name for name, spec in schema.sparse.items() if starts[spec.table].policy == "new"}
+    for name, is_text in about.get("text_ids", {}).items():
+        is_loaded = name not in new_features if name in schema.sparse else not new_features
+        if is_loaded and text_ids.get(name, is_text) != is_text:
+            raise ConfigError(
+                f"{describe_kind(name, text_ids[name])}, but {'text' if is_text else 'numbers'} in the checkpoint",
+                where=f"warm_start.from={config.warm_start.from_}",
+                expected="values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids",
+                do="use data.transforms: {do: cast, …}, or initialize the tables with warm_start.tables",
+            )
     if config.warm_start.dense == "exact":
         _check_dense(config, old_config, old_schema, schema)
     else:

@@ -162,7 +162,12 @@ def test_equal_paths_in_other_containers_and_servers_are_other_files():
         ["s3://bucket/a", "s3://bucket/a?scheme=http"],
     ):
         assert locate_file(others[0]) != locate_file(others[1])
-    assert locate_file("s3://key:secret@bucket/a%20b?region=eu") == locate_file("s3://bucket/a b")
+    for one, other in (
+        ("s3://key:secret@bucket/a%20b?region=eu", "s3://bucket/a b"),
+        ("abfs://c:KEY@a.dfs.core.windows.net/x", "abfs://c@a.dfs.core.windows.net/x"),
+        ("gs://anonymous@bucket/x", "gs://bucket/x"),
+    ):
+        assert locate_file(one) == locate_file(other)
 
 
 def test_deep_partitions_of_tables_are_rejected(tmp_path):

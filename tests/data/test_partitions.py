@@ -10,7 +10,7 @@ import pytest
 
 from raytrec.common.errors import DataError
 from raytrec.config.schema import Schema
-from raytrec.config.transforms import Cast, Hash, LookupVocabulary
+from raytrec.config.transforms import Cast, FillNull, Hash, LookupVocabulary
 from raytrec.data.files.file_identity import fingerprint, identify_files
 from raytrec.data.files.listing import list_files
 from raytrec.data.files.partitions import NULL_PARTITION_VALUE, build_folder_column
@@ -208,6 +208,39 @@ def test_hashed_and_looked_up_folder_keys_are_of_one_kind(tmp_path, do):
     plan = ReadPlan(schema, (Cast(do="cast", columns=["user"], to="string"), transform))
     found = [read_all_rows(scan(str(tmp_path / name), plan))["ids"].to_pylist() for name in ("0a", "0b")]
     assert found[0][:4] == found[1][:4] and found[0][4:] != found[1][4:]
+
+
+@pytest.mark.parametrize("into", [["member"], None])
+def test_cast_before_a_hash_accepts_folder_keys_of_any_kind(tmp_path, into):
+    name = into[0] if into else "user"
+    tables = {"member": {"rows": 40, "dim": 8}}
+    schema = Schema.parse({"labels": ["label"], "sparse": {name: {"table": "member"}}, "tables": tables}, "schema")
+    hashing = Hash(do="hash", columns=["user"], rows=40, into=into)
+    plan = ReadPlan(schema, (Cast(do="cast", columns=["user"], to="string"), hashing))
+    first = scan(str(write_partitioned(tmp_path / "a", "user", ["4", "5"])), plan)
+    second = scan(str(write_partitioned(tmp_path / "b", "user", ["4", "05"])), plan, trained=first.text_ids)
+    rows = [read_all_rows(data)["ids"].to_pylist()[0] for data in (first, second)]
+    assert rows[0] == rows[1]
+    filled = ReadPlan(schema, (FillNull(do="fill_null", columns=["user"], value="4"), hashing))
+    words = scan(str(write_partitioned(tmp_path / "c", "user", ["4", "ab"])), filled)
+    filled = ReadPlan(schema, (FillNull(do="fill_null", columns=["user"], value=4), hashing))
+    with pytest.raises(DataError, match="are numbers, but text in the training data"):
+        scan(str(tmp_path / "a"), filled, trained=words.text_ids)
+
+
+@pytest.mark.parametrize("into", [["member"], None])
+def test_empty_columns_and_null_partitions_have_no_kind(tmp_path, into):
+    name = into[0] if into else "user"
+    tables = {"member": {"rows": 40, "dim": 8}}
+    schema = Schema.parse({"labels": ["label"], "sparse": {name: {"table": "member"}}, "tables": tables}, "schema")
+    plan = ReadPlan(schema, (Hash(do="hash", columns=["user"], rows=40, into=into),))
+    words = scan(str(write_partitioned(tmp_path / "words", "user", ["ab", "cd"])), plan)
+    assert scan(str(write_partitioned(tmp_path / "null", "user", [NULL_PARTITION_VALUE])), plan, trained=words.text_ids)
+    table = parquet.make_tiny_table(3, 0)
+    (tmp_path / "nulls").mkdir()
+    place = table.schema.get_field_index("user")
+    pq.write_table(table.set_column(place, "user", pa.nulls(3, pa.int64())), tmp_path / "nulls/a.parquet")
+    assert scan(str(tmp_path / "nulls"), plan, trained=words.text_ids)
 
 
 def test_hashed_columns_of_files_are_of_one_kind(tmp_path):

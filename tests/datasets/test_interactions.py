@@ -347,6 +347,13 @@ def test_parquet_files_of_a_source_are_selected_as_in_training(split, tmp_path):
     assert sizes["interactions"] == len(found) + (len(keys) if split else 0)
 
 
+def test_single_source_can_have_a_hidden_name(tmp_path):
+    write_text_table(tmp_path / "_x.csv", make_events())
+    assert prepare(
+        "interactions", tmp_path / "out", "--source", tmp_path / "_x.csv", "--time", "time", "--negatives", 2
+    )
+
+
 def test_linked_folders_of_a_source_are_read(tmp_path):
     write_split_parquet(tmp_path / "lake" / "a.parquet", make_events())
     (tmp_path / "in").mkdir()

@@ -303,8 +303,31 @@ def test_warm_start_advises_null_for_an_unset_model_key(monkeypatch):
     about = {"config": old.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
     monkeypatch.setattr("raytrec.driver.resume.find", lambda place: (place, {"about": about, "tensors": {}}))
     with pytest.raises(ConfigError, match=r"model\.cross_rank is 2, but the checkpoint has null") as error:
-        check_warm_start(new, schema)
+        check_warm_start(new, schema, {})
     assert "set model.cross_rank=null, or" in error.value.do
+
+
+def test_warm_start_rejects_another_kind_of_ids(monkeypatch):
+    schema = Schema.parse(SCHEMA, "test")
+    name, column = next(iter(schema.sparse)), "input of transforms, column 'zip'"
+    values = {"data": {"train": "d/train"}, "scaling": {"device": "cpu"}}
+    old = load_config(values)
+    about = {"config": old.model_dump(by_alias=True, mode="json"), "schema": schema.to_yaml()}
+    about["text_ids"] = {name: False, column: True}
+    tensors = {"dense/head.model.logit.bias/value": {"shape": [1]}}
+    monkeypatch.setattr("raytrec.driver.resume.find", lambda place: (place, {"about": about, "tensors": tensors}))
+    config = load_config(values, ["warm_start={from: /run, dense: matching}"])
+    for kinds, message in (
+        ({name: True, column: True}, f"ids of feature '{name}' are text, but numbers in the checkpoint"),
+        ({name: False, column: False}, "column 'zip', are numbers, but text in the checkpoint"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_warm_start(config, schema, kinds)
+    for kinds in ({name: False, column: True}, {}):
+        assert check_warm_start(config, schema, kinds)
+    table = schema.sparse[name].table
+    config = load_config(values, [f"warm_start={{from: /run, dense: matching, tables: {{{table}: new}}}}"])
+    assert check_warm_start(config, schema, {name: True, column: False})
 
 
 def test_warm_start_names_initialized_dense_parameters(monkeypatch):
@@ -320,7 +343,7 @@ def test_warm_start_names_initialized_dense_parameters(monkeypatch):
 
     def check_start(*settings):
         config = load_config(values, ["warm_start={from: /run, dense: matching}", *settings])
-        return check_warm_start(config, schema)
+        return check_warm_start(config, schema, {})
 
     (line,) = check_start("model.top_mlp=[16,16]")
     initial = ", ".join(f"head.model.top.{name}" for name in ("0.weight", "2.weight", "2.bias"))

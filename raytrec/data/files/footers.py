@@ -185,6 +185,12 @@ class FooterStatistics:
         values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
+    def list_empty_columns(self) -> set[str]:
+        """Return the columns that have only nulls in the file according to the statistics."""
+        places = {path.removesuffix(".list.element").removesuffix(".list.item"): i for path, i in self._places.items()}
+        groups = self.groups.values()
+        return {name for name, place in places.items() if all(_is_all_null(group.column(place)) for group in groups)}
+
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
         is_in_file = bool(self._columns(name))

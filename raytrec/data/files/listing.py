@@ -28,6 +28,7 @@ from raytrec.data.files.partitions import (
 PARQUET_MAGIC = (b"PAR1", b"PARE")  # first and last bytes of a file; PARE: the footer is encrypted
 TEMPORARY_SUFFIXES = (".tmp", ".temp", ".part", ".crdownload", ".inprogress", "._copying_", ".swp", ".bak", ".old", "~")
 REASON_HIDDEN, REASON_DUPLICATE, REASON_OUTSIDE_PARTITIONS = ("hidden", "reached twice", "outside data.partitions")
+SERVER_PARAMETERS = ("endpoint_override", "scheme", "blob_storage_authority", "dfs_storage_authority")
 MAX_LINKS = 40  # maximum number of links that lead from one to the next, as in Linux
 MAX_NAMES_PER_REASON = 100  # maximum number of names per reason in the run folder
 UNREADABLE_KINDS = "pipes, devices, broken links, files without permission, or names that are not UTF-8"
@@ -100,8 +101,8 @@ def locate_file(file: str) -> str:
         return os.path.realpath(file)
     scheme, _, place = file.partition("://")
     user, _, host = place.partition("/")[0].rpartition("@")
-    container = "" if scheme == "s3" else user  # in s3://, text before @ is an access key
-    server = [each for each in split_query(file)[1][1:].split("&") if each.startswith(("endpoint_override", "scheme"))]
+    container = user.partition(":")[0] if scheme in ("abfs", "abfss") else ""  # elsewhere, a user or a key
+    server = [each for each in split_query(file)[1][1:].split("&") if each.startswith(SERVER_PARAMETERS)]
     return f"{scheme}://{container}@{host}/{extract_path(file)}?{'&'.join(sorted(server))}"
 
 
