@@ -197,7 +197,8 @@ def resolve_export(uri: str, folder: str) -> str:
     root, same_server = root.rstrip("/") + "/", not (chooses_server(uri) or chooses_server(folder))
     inner = unquote(place.removeprefix(root)).split("/")
     is_inside = place.startswith(root) and not {"", ".", ".."} & {*inner}
-    if is_inside and (same_server or query == root_query):
+    has_fragment = "://" in place and "#" in uri  # would hide the parameters of a server
+    if is_inside and not has_fragment and (same_server or query == root_query):
         return place + query
     fault = "on another server than" if is_inside else "outside"
     what = f"the export is {fault} the folder of the service"
