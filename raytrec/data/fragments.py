@@ -281,14 +281,7 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     arrow, footer = select_schema(arrow, form.columns), FooterStatistics(metadata, form)
     input_kinds: dict[str, bool] = {}
     if form.plan.transforms:
-        table, folder_values = empty_table(arrow), parse_folder_values(uri)
-        empty = footer.list_empty_columns() - form.from_folders
-        empty |= {name for name in form.from_folders if folder_values[name] is None}
-        for transform in form.plan.transforms:
-            with_values = table.drop_columns([name for name in table.column_names if name in empty]).schema
-            input_kinds |= find_input_kinds(transform, with_values, form.from_folders)
-            table, empty = apply_transforms(table, (transform,), uri, form.plan.folder), empty - {*transform.writes}
-        arrow = table.schema
+        arrow, input_kinds = _apply_to_empty_table(arrow, form, uri, footer)
         check_present(arrow, form.columns_after_transforms, f"{uri}, after data.transforms", form, fields=False)
     check_types(arrow, form, uri)
     lists = {name for name in schema.sparse if is_list(arrow.field(schema.get_ids_column(name)).type)}
@@ -298,6 +291,26 @@ def _scan_footer(uri: str, form: ResolvedReadPlan) -> _FileFacts:
     facts = suspects, footer.list_exclusions(), footer.label_bounds(parse_folder_values(uri)), footer.large_columns()
     text_ids = find_id_kinds(arrow, schema, footer) | input_kinds
     return _FileFacts(uri, types, form.from_folders, [*groups.values()], lists, text_ids, *facts)
+
+
+def _apply_to_empty_table(
+    arrow: pa.Schema, form: ResolvedReadPlan, uri: str, footer: FooterStatistics
+) -> tuple[pa.Schema, dict[str, bool]]:
+    """Return a file's schema after the transforms, and the kinds of the columns that they hash or look up (IdKinds)."""
+    kinds: dict[str, bool] = {}
+    table, written, folder_values = empty_table(arrow), set[str](), parse_folder_values(uri)
+
+    def has_values(name: str) -> bool:
+        if name in form.from_folders and name not in written:
+            return folder_values[name] is not None
+        return name in written or not footer.lacks_stored_values(name)
+
+    for transform in form.plan.transforms:
+        found = find_input_kinds(transform, table.schema, form.from_folders)
+        kinds |= {name_input(name): kind for name, kind in found.items() if has_values(name)}
+        table = apply_transforms(table, (transform,), uri, form.plan.folder)
+        written |= {*transform.writes}
+    return table.schema, kinds
 
 
 def _unify_types(

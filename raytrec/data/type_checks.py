@@ -258,19 +258,19 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
 
 
 def find_input_kinds(transform: Transform, arrow: pa.Schema, from_folders: Container[str]) -> dict[str, bool]:
-    """Return the kinds of columns that a transform hashes, or looks up in a vocabulary if the column is a folder key.
+    """Return column → True if it is text, for columns that a transform hashes, or looks up and that are folder keys.
 
     The hashes of 5 and '5' differ. As folder keys, 5 and 05 are different words, but as numbers they are equal.
 
     Args:
         transform: Transform.
-        arrow: Columns before the transform, without columns that have no value in the file.
+        arrow: Columns before the transform.
         from_folders: Columns whose values are in folder names.
     """
     columns = transform.columns if isinstance(transform, Hash | LookupVocabulary) else ()
     compared = (name for name in columns if isinstance(transform, Hash) or name in from_folders)
     kinds = {name: value_type(arrow.field(name).type) for name in compared if name in arrow.names}
-    return {name_input(name): is_text(kind) for name, kind in kinds.items() if not types.is_null(kind)}
+    return {name: is_text(kind) for name, kind in kinds.items() if not types.is_null(kind)}
 
 
 def name_input(column: str) -> str:

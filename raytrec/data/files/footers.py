@@ -185,11 +185,10 @@ class FooterStatistics:
         values = sorted((abs(float(bound)), name) for name, ends in bounds for bound in ends)
         return {name: value for value, name in values if value > MAX_UNSCALED_VALUE}
 
-    def list_empty_columns(self) -> set[str]:
-        """Return the columns that have only nulls in the file according to the statistics."""
-        places = {path.removesuffix(".list.element").removesuffix(".list.item"): i for path, i in self._places.items()}
-        groups = self.groups.values()
-        return {name for name, place in places.items() if all(_is_all_null(group.column(place)) for group in groups)}
+    def lacks_stored_values(self, name: str) -> bool:
+        """Return True if the statistics show that a column has only nulls in the file, before all transforms."""
+        chunks = [group.column(place) for place in self._find_places(name) for group in self.groups.values()]
+        return bool(chunks) and all(map(_is_all_null, chunks))
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
@@ -209,7 +208,10 @@ class FooterStatistics:
 
     def _columns(self, name: str) -> list[int]:
         """Return the leaf-column indexes of a column or of the values in its lists; [] if a transform writes it."""
-        paths = () if name in self._written else (name, f"{name}.list.element", f"{name}.list.item")
+        return [] if name in self._written else self._find_places(name)
+
+    def _find_places(self, name: str) -> list[int]:
+        paths = (name, f"{name}.list.element", f"{name}.list.item")
         return [self._places[path] for path in paths if path in self._places]
 
 
