@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 MAX_NAMES_IN_MESSAGE = 30  # maximum number of column names in a message
 RELEVANT_ITEM_KEYS = ("eval.retrieval.item", "eval.retrieval.right_items")
 # Sparse feature → True if its ids are text, False if they are numbers. Tables that hash or manage ids accept both, but
-# have different rows for the id 5 and the text '5'. Columns that transforms hash have entries INPUT'COLUMN'.
+# have different rows for the id 5 and the text '5'. Columns that transforms hash or look up have keys from name_input.
 IdKinds = Mapping[str, bool]
 INPUT = "input of transforms, column "
+ONE_KIND = "values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids"
 CONVERSION_ADVICE = "leave the column out, or convert it to numbers with {do: 'module:function'} in data.transforms"
 
 
@@ -258,9 +259,10 @@ def find_id_kinds(arrow: pa.Schema, schema: Schema, footer: FooterStatistics) ->
 
 
 def find_input_kinds(transform: Transform, arrow: pa.Schema, from_folders: Container[str]) -> dict[str, bool]:
-    """Return column → True if it is text, for columns that a transform hashes, or looks up and that are folder keys.
+    """Return a mapping from each column that a transform hashes to True if it is text, and to False if it is numbers.
 
-    The hashes of 5 and '5' differ. As folder keys, 5 and 05 are different words, but as numbers they are equal.
+    The mapping also contains folder keys that a transform looks up in a vocabulary. The hashes of 5 and '5' differ. As
+    folder keys, 5 and 05 are different words, but as numbers they are equal.
 
     Args:
         transform: Transform.
@@ -306,7 +308,7 @@ def compare_id_kinds(
             errors[uri] = DataError(
                 f"{describe_kind(name, found[name])}, but {'text' if kinds[name] else 'numbers'} in {others}",
                 where=uri,
-                expected="values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids",
+                expected=ONE_KIND,
                 do=f"write the file with the type of {others}, or use data.transforms: {{do: cast, …}}",
             )
     return kinds, errors

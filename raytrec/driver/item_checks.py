@@ -153,11 +153,11 @@ def check_item_ids(section: RetrievalSection, items: Dataset, dataset: Dataset) 
         return  # the workers will raise or skip the same error when they read the rows
     for column, references in sources.items():
         known_pairs = [_pairs(rows[each], read(own_key)) for each in references]
-        count = len(compute_row_keys([rows[column]])[1])
+        count = 0 if references else len(compute_row_keys([rows[column]])[1])
         for key in (section.item, *_find_id_columns(items)):
             pairs = _pairs(rows[column], read(key))
             shares = [np.isin(each, pairs).mean() for each in known_pairs if len(each)]
-            shares = shares if references else [len(pairs) / max(1, count)]
+            shares += [len(pairs) / count] if count else []
             least = MIN_MATCHING_SHARE if references or key != section.item else MIN_KNOWN_SHARE
             if not any(share > least for share in shares):
                 continue

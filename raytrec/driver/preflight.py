@@ -51,7 +51,7 @@ def check_plan(plan: RunPlan) -> list[str]:
     """
     config, schema, train = plan.config, plan.schema, plan.datasets["train"]
     lines = check_row_and_step_counts(config, schema, count_total_steps(config, train.rows))
-    lines += check_warm_start(config, schema, plan.datasets["train"].text_ids) if plan.start == "warm" else []
+    lines += check_warm_start(config, schema, train.text_ids) if plan.start == "warm" else []
     here = starts_local_ray(config.scaling.address)
     check_fit(config, schema, on_this_machine=here)
     lines += check_before_run() if here else []

@@ -20,7 +20,7 @@ from raytrec.config.schema import Schema
 from raytrec.config.trust import describe_foreign_file, find_foreign_code, is_own_file, refuse_code
 from raytrec.data.files.file_identity import FileIdentity, fingerprint, list_differences, list_rewritten_files
 from raytrec.data.fragments import Dataset
-from raytrec.data.type_checks import IdKinds, describe_kind
+from raytrec.data.type_checks import ONE_KIND, IdKinds, describe_kind
 from raytrec.driver.recorder import RESULT, write_json
 from raytrec.embeddings.constraints import resolve_optimizers
 from raytrec.tracking.run_folder import DATA, FILES_KEY, SCHEMA
@@ -282,15 +282,7 @@ def check_warm_start(config: RunConfig, schema: Schema, text_ids: IdKinds) -> li
     starts = resolve_warm_starts(config, old_schema, schema)
     lines = [start.note for start in starts.values() if start.note]
     new_features = {name for name, spec in schema.sparse.items() if starts[spec.table].policy == "new"}
-    for name, is_text in about.get("text_ids", {}).items():
-        is_loaded = name not in new_features if name in schema.sparse else not new_features
-        if is_loaded and text_ids.get(name, is_text) != is_text:
-            raise ConfigError(
-                f"{describe_kind(name, text_ids[name])}, but {'text' if is_text else 'numbers'} in the checkpoint",
-                where=f"warm_start.from={config.warm_start.from_}",
-                expected="values of one kind, because the hashes of 5 and '5' differ, and their rows of managed ids",
-                do="use data.transforms: {do: cast, …}, or initialize the tables with warm_start.tables",
-            )
+    _check_id_kinds(config, schema, new_features, about.get("text_ids", {}), text_ids)
     if config.warm_start.dense == "exact":
         _check_dense(config, old_config, old_schema, schema)
     else:
@@ -306,6 +298,25 @@ def check_warm_start(config: RunConfig, schema: Schema, text_ids: IdKinds) -> li
                     do="set warm_start.optimizer=false, or use the checkpoint's optimizers",
                 )
     return lines
+
+
+def _check_id_kinds(config: RunConfig, schema: Schema, new_features: set[str], old: IdKinds, new: IdKinds) -> None:
+    """Check that the ids of features whose tables are loaded are text only if they were text in the checkpoint's run.
+
+    Inputs of transforms are checked only if there are no `new_features`, whose tables get their initial values.
+
+    Raises:
+        ConfigError: The ids of a feature, or the inputs of transforms, are of another kind.
+    """
+    for name, is_text in old.items():
+        is_loaded = name not in new_features if name in schema.sparse else not new_features
+        if is_loaded and new.get(name, is_text) != is_text:
+            raise ConfigError(
+                f"{describe_kind(name, new[name])}, but {'text' if is_text else 'numbers'} in the checkpoint",
+                where=f"warm_start.from={config.warm_start.from_}",
+                expected=ONE_KIND,
+                do="use data.transforms: {do: cast, …}, or initialize the tables with warm_start.tables",
+            )
 
 
 def _list_optimizer_names(config: RunConfig, schema: Schema) -> dict[str, str]:

@@ -187,13 +187,12 @@ class FooterStatistics:
 
     def lacks_stored_values(self, name: str) -> bool:
         """Return True if the statistics show that a column has only nulls in the file, before all transforms."""
-        chunks = [group.column(place) for place in self._find_places(name) for group in self.groups.values()]
-        return bool(chunks) and all(map(_is_all_null, chunks))
+        places = self._find_places(name)
+        return bool(places) and all(_is_all_null(g.column(place)) for place in places for g in self.groups.values())
 
     def lacks_values(self, name: str) -> bool:
         """Return True if there are no rows, or if the statistics show that a column of the file has only nulls."""
-        is_in_file = bool(self._columns(name))
-        return not self.groups or (is_in_file and all(map(_is_all_null, self._iterate_chunks(name))))
+        return not self.groups or (name not in self._written and self.lacks_stored_values(name))
 
     def _find_label_bounds(self, name: str) -> set[float]:
         if len(self._columns(name)) != 1:

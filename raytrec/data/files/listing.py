@@ -139,7 +139,8 @@ def _list_folder(uri: str, key: str, between: PartitionBounds) -> Listing:
         raise DataError(f"cannot access or list the path: {error}", where=where, expected="a readable path") from None
     top = os.path.abspath(path) if local else path
     check_no_table_format(filesystem, top, (found for found, *_ in entries), where, prefix)
-    for folder in sorted(linked | _find_link_folders(top) if local else ()):
+    checked = {top, os.path.dirname(top)}
+    for folder in sorted((linked | _find_link_folders(top)) - checked if local else ()):
         check_no_table_format(filesystem, folder, (), where)
     if kind == fs.FileType.File:
         if any(between):

@@ -80,9 +80,8 @@ class NE(SumMetric):
         positive, negative = sums["pos_labels"], sums["neg_labels"]
         if positive <= 0 or negative <= 0:
             return float("nan")
-        rows = sums[
-            "weighted_num_samples"
-        ]  # compute_ne treats sums below ETA as ETA, so all are divided by their weight
+        rows = sums["weighted_num_samples"]
+        # compute_ne replaces a sum of weights below ETA by ETA, so it gets sums that are divided by it.
         shares = (sums["cross_entropy_sum"] / rows, rows / rows, positive / rows, negative / rows)
         return float(compute_ne(*shares, ETA))
 
